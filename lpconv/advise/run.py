@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lpconv.advise.options import NO_TEXT, AdviseOptions, check_advise
-from lpconv.data.texts import check_reads_text, check_seq_len, num_positions
+from lpconv.data.texts import check_reads_text, check_seq_len, has_tokenizer, num_positions
+from lpconv.errors import InputError
 from lpconv.layouts.reader import open_readable
 from lpconv.options import with_keywords
 from lpconv.progress import Deadline, Progress, Silent
@@ -34,7 +35,13 @@ def advise(
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)
+    check_data(options.training("fp32", steps=options.steps), directory=checkpoint.directory)
     check_reads_text(checkpoint.config, hint=NO_TEXT)
+    if not has_tokenizer(checkpoint.directory):
+        raise InputError(
+            f"`{checkpoint.origin.name}` has no tokenizer; quality cannot be measured on random token ids",
+            hint="copy the tokenizer files next to the weights",
+        )
     check_seq_len(options.seq_len, num_positions(checkpoint.config))
     deadline.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
     from lpconv.advise.study import study  # imports torch and transformers (seconds)

@@ -21,7 +21,7 @@ from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens, read_tokenizer
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.settings import fill_options
-from lpconv.probe.checkpoint import RANDOM_IDS, Batches, ProbeSetup, prepare_run
+from lpconv.probe.checkpoint import Batches, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
@@ -100,11 +100,6 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
             allow_missing=options.allow_missing,
         )
         prepared = prepare_run(checkpoint, asked, progress, hint=NO_TEXT)
-    if prepared.data_words == RANDOM_IDS:
-        raise InputError(
-            f"`{checkpoint.origin.name}` has no tokenizer; quality cannot be measured on random token ids",
-            hint="copy the tokenizer files next to the weights",
-        )
     if prepared.opened.missing:
         raise InputError(
             f"the checkpoint lacks these weights, so they would be random: {code_list(prepared.opened.missing)}",

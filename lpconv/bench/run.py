@@ -11,7 +11,7 @@ from lpconv.bench.nvml import find_monitor
 from lpconv.bench.options import BENCH_FORMATS, CODES, LAYER_KEYS, PLAIN, SCALED, BenchOptions, Case, check_layers
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
-from lpconv.data.texts import check_seq_len, num_positions
+from lpconv.data.texts import check_reads_text, check_seq_len, num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import may_have_gpu
@@ -72,6 +72,7 @@ def bench(
     checkpoint, positions = None, None
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
         checkpoint = open_readable(options.model, revision=options.revision)
+        check_reads_text(checkpoint.config, hint=f"choose a preset of similar size: {', '.join(PRESETS)}")
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
         positions = num_positions(checkpoint.config)

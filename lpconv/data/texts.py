@@ -26,6 +26,10 @@ SEQ_LEN = 128  # default, if the model has that many positions
 # In these models positions start after the padding id, so two positions are unused.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
 
+_TOKENIZERS = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+
 FILE_KINDS = {
     ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet",
@@ -65,7 +69,7 @@ def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: i
     if file_kind(path) != "text" and path.is_file() and path.stat().st_size:
         columns = columns_of(path)
         if columns is not None:
-            text_column(path, columns)
+            check_template(text_column(path, columns), path, directory)
         return
     # `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens.
     text, seq_len = read_text(path, _LOOKED_AT), wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
@@ -81,6 +85,23 @@ def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: i
     if num + _SPECIAL_TOKENS < seq_len:
         short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
         raise InputError(short, hint="pass a longer text, or a smaller --seq-len if the command has it")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a checkpoint has files of a tokenizer."""
+    return any((directory / name).exists() for name in _TOKENIZERS)
+
+
+def check_template(column: str, path: Path, directory: Path) -> None:
+    """Raise InputError for conversations if the tokenizer's files in `directory` show that it has no chat template."""
+    settings = directory / "tokenizer_config.json"
+    if column not in CHAT_COLUMNS or any(directory.glob("*chat_template*")) or not settings.is_file():
+        return
+    if b"chat_template" not in settings.read_bytes():
+        raise InputError(
+            f"`{path.name}` has conversations, but the model's tokenizer has no chat template",
+            hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
+        )
 
 
 def columns_of(path: Path) -> Sequence[str] | None:
@@ -148,10 +169,10 @@ def check_seq_len(wanted: int | None, limit: int | None) -> None:
         )
 
 
-def check_reads_text(config: Mapping[str, Any], *, hint: str) -> None:
-    """Raise UnsupportedError if config.json shows that the model does not read token ids alone."""
+def check_reads_text(config: Mapping[str, Any], *, hint: str, allow_pairs: bool = False) -> None:
+    """Raise UnsupportedError if config.json shows that the model does not read token ids alone, or maybe pairs."""
     name = str((config.get("architectures") or ["the model"])[0])
-    if config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") and not allow_pairs:
         raise UnsupportedError(f"`{name}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
     if "vocab_size" not in config and {"image_size", "num_mel_bins"} & config.keys() and "text_config" not in config:
         raise UnsupportedError(f"`{name}` does not read text", hint=hint)

@@ -11,16 +11,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.data.texts import text_of
+from lpconv.data.texts import has_tokenizer, text_of
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_text_config
 from lpconv.progress import quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint
 
-_FILES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
 # More text than any probe needs, but short enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
 _MANY_UNKNOWN = 0.05
@@ -30,7 +27,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles
 
 def read_tokenizer(directory: Path) -> Any:
     """The tokenizer of a checkpoint, or None if it has none. Raises InputError if transformers cannot open it."""
-    if not any((directory / name).exists() for name in _FILES):
+    if not has_tokenizer(directory):
         return None
     try:
         with quiet_transformers():
@@ -66,11 +63,6 @@ def chat_text(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str, **o
 
     `name` is the file's, for errors, and `options` are those of `apply_chat_template`.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            f"`{name}` has conversations, but the model's tokenizer has no chat template",
-            hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
-        )
     try:
         return str(tokenizer.apply_chat_template([*map(chat_message, turns)], tokenize=False, **options))
     except Exception as e:  # templates raise errors of their own

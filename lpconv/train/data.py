@@ -16,6 +16,7 @@ from lpconv.data.texts import (
     FILE_KINDS,
     QUICK_BYTES,
     TEXT_COLUMNS,
+    check_template,
     columns_of,
     datasets_library,
     file_kind,
@@ -44,8 +45,8 @@ def is_text(name: str) -> bool:
     return _is_file_name(name) and file_kind(Path(name)) == "text"
 
 
-def check_data(options: FinetuneOptions, architecture: str = "") -> None:
-    """Validate the data options without reading all data, for a model class if it is known.
+def check_data(options: FinetuneOptions, architecture: str = "", directory: Path | None = None) -> None:
+    """Validate the data options without reading all data, for a model class and its directory if they are known.
 
     Raises InputError for a file that is missing, empty or not text, or an unavailable data set; UsageError for a column
     that is missing, given without data or ambiguous.
@@ -68,7 +69,10 @@ def check_data(options: FinetuneOptions, architecture: str = "") -> None:
             read_text(path, QUICK_BYTES)
         columns = columns_of(path)
         if columns is not None and name == options.data:
-            check_guess(options, architecture, _choose_columns(columns, options)[1])
+            text, label = _choose_columns(columns, options)
+            check_guess(options, architecture, label)
+            if directory is not None:
+                check_template(text, path, directory)
 
 
 def _check_within_reach(name: str) -> None:

@@ -27,7 +27,7 @@ from lpconv.train.data import check_guess, check_labels, read_rows, with_templat
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.lora import add_adapters
 from lpconv.train.memory import check_room, keep_only_inputs, parameter_bytes
-from lpconv.train.options import FinetuneOptions
+from lpconv.train.options import OWN_LOOP, FinetuneOptions
 from lpconv.train.prepare import shard
 from lpconv.train.processes import mesh, num_processes
 from lpconv.train.recipes import RECIPES, Arithmetic
@@ -123,12 +123,9 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     reads = main_input(checkpoint.config)
     if reads != "input_ids":
         raise UnsupportedError(
-            f"`{directory.name}` reads `{reads}`, but `finetune` only trains text models",
-            hint="use lpconv.scaled and lpconv.optim in your own training loop",
+            f"`{directory.name}` reads `{reads}`, but `finetune` only trains text models", hint=OWN_LOOP
         )
     tokenizer = read_tokenizer(directory)
-    if tokenizer is None:
-        raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files next to the weights")
     check_complete(checkpoint, allow_missing=options.allow_missing)
     _check_weights(checkpoint, options)
     rows = with_template(read_rows(options), tokenizer)

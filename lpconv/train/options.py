@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
 
+from lpconv.data.texts import check_reads_text
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import (
     PARALLEL,
@@ -48,6 +49,7 @@ LOGGERS = (
     "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
 # Those whose package has their name; Trainer knows about the others.
+OWN_LOOP = "use lpconv.scaled and lpconv.optim in your own training loop"
 OWN_PACKAGE = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _how = functools.partial(Option, panel="Arithmetic")
@@ -410,7 +412,8 @@ def _check_parts(options: FinetuneOptions) -> None:
 
 
 def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a native recipe on a model that `lpconv init` did not draw."""
+    """Raise UnsupportedError for a model that reads no text, and a native recipe without weights of `lpconv init`."""
+    check_reads_text(config, hint=OWN_LOOP, allow_pairs=True)
     if options.arithmetic.is_native and NATIVE_MARK not in config:
         raise UnsupportedError(
             f"recipe `{options.arithmetic.name}` uses static scales that only hold for weights from `lpconv init`, "

@@ -4,8 +4,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from lpconv.data.texts import check_seq_len, check_text, num_positions
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.data.texts import check_seq_len, check_text, has_tokenizer, num_positions
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.options import with_keywords
@@ -45,8 +45,10 @@ def finetune(
         if options.resume and not os.path.lexists(output):
             progress.message(f"there is no `{output}` to resume, so the run starts from the beginning")
     checkpoint = open_readable(model, revision=options.revision)
-    check_data(options, str((checkpoint.config.get("architectures") or [""])[0]))
+    check_data(options, str((checkpoint.config.get("architectures") or [""])[0]), checkpoint.directory)
     check_start(options, checkpoint.config)
+    if not has_tokenizer(checkpoint.directory):
+        raise InputError(f"`{name_of(model)}` has no tokenizer", hint="copy its files next to the weights")
     start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
     has_adapters = options.arithmetic.lora and options.twin_arithmetic is not None
     twin = base_of_twin(checkpoint, options.source) if has_adapters else None

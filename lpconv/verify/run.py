@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from lpconv.data.texts import check_seq_len, check_text, num_positions
+from lpconv.data.texts import check_reads_text, check_seq_len, check_text, num_positions
 from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.reader import open_readable
@@ -60,6 +60,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if options.data is not None:
         assert options.against is not None  # set by with_source, as for tasks
         reference = _open_reference(options.against)
+        check_reads_text(reference.config, hint="leave --data out to compare weights only")
         check_seq_len(options.seq_len, num_positions(reference.config))
         check_text(options.data, reference.directory, reference.config, options.seq_len)
         early_gates = []  # all gates wait for the outputs on the text
@@ -112,6 +113,11 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
 
         return _with_files(compare(ours, reference, gates=gates, progress=progress), ours, reference)
     recorded = read_output(directory)
+    runs_models = level == "logits" or needs_logits(gates)
+    is_open = level is None and against is not None  # how deep to go is left to lpconv
+    is_compared = runs_models or is_open or level == "weights" or bool(gates)
+    named = None if against is None else open_readable(against)
+    source = named or (recorded.open_source(option="--against") if is_compared else None)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match {SUMS}" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
@@ -119,15 +125,13 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     if not problems:
         _ = recorded.checkpoint  # raises an error if there are no weights
         result = dataclasses.replace(result, warnings=tuple(lost_signals(recorded.tensors)))
-    runs_models = level == "logits" or needs_logits(gates)
-    is_open = level is None and against is not None  # how deep to go is left to lpconv
-    if not (runs_models or is_open or level == "weights" or gates):
+    if source is None or not is_compared:
         return result
     from lpconv.verify.written import check_source, prepare_verification  # imports torch (seconds)
 
     depth = "logits" if runs_models else "auto" if is_open and options.data is None else "weights"
     trust = options.trust_remote_code
-    with prepare_verification(recorded, against, verify=depth, trust_remote_code=trust) as job:
+    with prepare_verification(recorded, source, verify=depth, trust_remote_code=trust) as job:
         checked = check_source(job, recorded, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
         copied = from_json(tuple[str, ...], recorded.provenance.get("side_files", []))

@@ -12,7 +12,6 @@ from lpconv.forms import Kept
 from lpconv.gates import Gate, needs_logits, with_gates
 from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
-from lpconv.layouts.reader import open_readable
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory
 from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
@@ -195,10 +194,10 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
         return LogitsCheck(skipped=text)
 
 
-def prepare_verification(recorded: Recorded, against: str | None, *, verify: str, trust_remote_code: bool) -> Job:
+def prepare_verification(recorded: Recorded, source: Checkpoint, *, verify: str, trust_remote_code: bool) -> Job:
     """The conversion that made an output, prepared for verification at level `verify`.
 
-    The records determine which tensors it converts. Raises InputError if the source is not found.
+    The records determine which tensors it converts. Raises InputError if they are damaged.
     """
     options = dataclasses.replace(
         from_json(ConvertOptions, recorded.provenance["options"]),
@@ -215,7 +214,6 @@ def prepare_verification(recorded: Recorded, against: str | None, *, verify: str
         options = fill_options(options)
     except UsageError as e:
         raise InputError(f"invalid options in {MARKER}: {e.message}", hint="download the output again") from e
-    source = recorded.open_source(option="--against") if against is None else open_readable(against)
     return prepare(source, recorded.directory, options)
 
 

@@ -48,6 +48,15 @@ REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --scheme W4A16 --rounding gptq --calibrate broken.jsonl": (3, "`broken.jsonl`"),
     "finetune demo --recipe unit-fp9": (2, "`unit-fp9`"),
     "finetune demo --task nothing": (2, "`nothing`"),
+    "finetune demo --data chats.jsonl": (3, "`chats.jsonl`"),
+    "advise demo --data chats.jsonl": (3, "`chats.jsonl`"),
+    "probe demo --data chats.jsonl": (3, "`chats.jsonl`"),
+    "finetune vit": (4, "`ViT"),
+    "bench vit": (4, "`ViT"),
+    "bench t5": (4, "encoder"),
+    "finetune no-tokenizer": (3, "tokenizer"),
+    "advise no-tokenizer": (3, "tokenizer"),
+    "verify out --against no/such/source": (3, "`no/such/source`"),
     "finetune demo --warmup 2": (2, "--warmup 2.0 "),
     "finetune demo --lr 0": (2, "--lr 0.0 "),
     "finetune demo --gate los<=1": (2, "`los`"),
@@ -187,6 +196,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "a.csv": "text,label\nx,1\n",
         "a.tsv": "text\tlabel\nx\t1\n",
         "a.jsonl": '{"text": "x"}\n{"text": "y", "label": 1}\n',
+        "chats.jsonl": '{"messages": [{"role": "user", "content": "x"}]}\n',
         "broken.jsonl": '{"text": "x"}\n{"text": y}\n',
         "no-text.csv": "a,b\n1,2\n",
         "no-label.csv": "text,b\n1,2\n",
@@ -209,6 +219,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "t5": {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
         "vit": {"architectures": ["ViTForImageClassification"], "vocab_size": None, "image_size": 224},
         "bert": {"model_type": "bert"},
+        "no-tokenizer": {},
     }
     for name, settings in changes.items():
         shutil.copytree(demo_checkpoint(), folder / name)
@@ -216,6 +227,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         config = {key: value for key, value in (config | settings).items() if (key, value) != ("vocab_size", None)}
         (folder / name / "config.json").write_text(json.dumps(config))
     save_file({"embeddings": torch.ones(4, 4)}, folder / "bert" / "model.safetensors")
+    (folder / "no-tokenizer" / "tokenizer.json").unlink()
     shutil.copytree(demo_checkpoint(), folder / "cut")
     os.truncate(folder / "cut" / "model.safetensors", 5000)
     convert("demo", folder / "out", ConvertOptions(verify="none"))
@@ -223,7 +235,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
-        "adapter", "bert", "cut", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "out", "t5", "taken", "vit",
+        "adapter", "bert", "cut", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "no-tokenizer", "out", "t5",
+        "taken", "vit",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 

@@ -26,6 +26,7 @@ from lpconv.errors import (
 )
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage import remote
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.remote import UNFINISHED
 from lpconv.storage.resolve import directory_of, resolve
 from lpconv.verify.reader import read_output
@@ -352,7 +353,9 @@ def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, t
     convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="none"))
     needed = {}
     for output in (tmp_path / "local", resolve(URL).directory):
-        job = prepare_verification(read_output(output), str(source), verify="weights", trust_remote_code=False)
+        job = prepare_verification(
+            read_output(output), Checkpoint.open(source), verify="weights", trust_remote_code=False
+        )
         job.source.close()
         needed[output] = job.memory.needed_bytes
     here, there = needed.values()
