@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lpconv
 from lpconv.convert import ConvertOptions
@@ -60,7 +61,7 @@ def test_one_import_is_enough_and_its_calls_list_their_options(tmp_path: Path) -
     assert shown.parameters["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert "\n        format: " in pydoc.render_doc(lpconv.convert, renderer=pydoc.plaintext)
 
-    made = lpconv.convert("demo", tmp_path / "fp8", format="e4m3fn", exclude="*embed*", verify="none")
+    made = lpconv.convert("demo", tmp_path / "fp8", format=torch.float8_e4m3fn, exclude="*embed*", verify="none")
     assert "format=e4m3fn, " in repr(made)
     assert len(repr(made)) < 1000
     assert "<tr><th>format</th><td>e4m3fn</td></tr>" in made._repr_html_()
