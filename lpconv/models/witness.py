@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ from lpconv.storage.header import quantization_method
 from lpconv.storage.place import any_pointer
 
 _LOADED = "_is_hf_initialized"  # set by transformers on tensors that it has read from files
+_ONE_AT_A_TIME = threading.Lock()  # the hooks and the variable below belong to the process
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # makes transformers read a tensor when it is needed, not all ahead
 
 
@@ -131,16 +133,17 @@ def _same_numbers(x: Tensor, y: Tensor) -> bool:
 def _each_loaded(compare: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call `compare` with each tensor that a model gets from files inside the context, by name, and drop its data.
 
-    The model's own tensors, and those that it initialises because the files lack them, are left alone.
+    The model's own tensors, those that it initialises because the files lack them, and other threads are left alone.
     """
-    parents, children, names = set[nn.Module](), set[nn.Module](), dict[nn.Module, str]()
+    parents, children, names, owner = set[nn.Module](), set[nn.Module](), dict[nn.Module, str](), threading.get_ident()
 
     def on_module(parent: nn.Module, name: str, child: Any) -> None:
-        parents.add(parent)
-        children.add(child)
+        if threading.get_ident() == owner:
+            parents.add(parent)
+            children.add(child)
 
     def on_tensor(module: nn.Module, name: str, value: Any) -> Any:
-        if not getattr(value, _LOADED, False) or value.is_meta:
+        if threading.get_ident() != owner or not getattr(value, _LOADED, False) or value.is_meta:
             return None
         if module not in names:  # some modules are put into their parents without registration
             model = max(parents - children or {module}, key=lambda m: len(list(m.modules())))
@@ -152,8 +155,8 @@ def _each_loaded(compare: Callable[[str, Tensor], None]) -> Iterator[None]:
         setattr(empty, _LOADED, True)
         return empty
 
-    before = os.environ.get(_ONE_BY_ONE)
-    with contextlib.ExitStack() as stack:
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        before = os.environ.get(_ONE_BY_ONE)
         for register_hook, hook in (
             (module_hooks.register_module_module_registration_hook, on_module),
             (module_hooks.register_module_parameter_registration_hook, on_tensor),

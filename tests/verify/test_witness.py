@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ def model(seed: int = 0) -> transformers.LlamaForCausalLM:
 def source(tmp_path: Path) -> Path:
     model().save_pretrained(tmp_path / "source")
     return tmp_path / "source"
+
+
+def test_threads_open_models_at_the_same_time(source: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        opened = [*pool.map(open_with_transformers, [Checkpoint.open(source)] * 6)]
+        loaded = [*pool.map(load, [source] * 3)]
+    assert not any(o.different or o.missing for o in opened)
+    assert all(torch.equal(m.state_dict()[UP], model().state_dict()[UP]) for m in loaded)
 
 
 def changed(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
