@@ -1,5 +1,6 @@
 """`lpconv report`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,8 @@ def report(
     from lpconv.report.compare import run_names
     from lpconv.storage.remote import check_url, is_url
 
-    if any(map(is_url, runs)):
+    is_here = not any(map(is_url, runs))
+    if not is_here:
         from lpconv.storage.remote_view import copy_of
 
         runs = [str(copy_of(check_url(run), "report.json")) if is_url(run) else run for run in runs]
@@ -54,11 +56,12 @@ def report(
         raise UsageError("--what-if needs the output of a probe", hint="run `lpconv probe MODEL` and pass its output")
     results = [ask_probe(path, what_if) if what_if else kind.read(path) for path in paths]
     if len(results) == 1:
+        shown = results[0]
+        if kind.name == CONVERSIONS and is_here and Path(runs[0]).is_dir():
+            shown = replace(shown, output=str(Path(runs[0])))  # the folder may have been moved, or be OUT.failed
         if html is not None:
-            write_page(html, kind.document(results[0]))
-        print_result(
-            results if kind.name == CONVERSIONS else results[0], lambda _: kind.document(results[0]), json=json
-        )
+            write_page(html, kind.document(shown))
+        print_result(results if kind.name == CONVERSIONS else results[0], lambda _: kind.document(shown), json=json)
         return
     if kind.compare is None:
         raise UsageError(f"{kind.name.lower()} can only be shown one at a time", hint="pass only one of them")

@@ -70,6 +70,10 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     assert written - {"convert", "finetune", "bench", "verify", "advice"} <= _NO_RUNS.keys()
 
 
+def test_a_moved_output_is_opened_where_it_is(folder: Path) -> None:
+    assert f"{folder}/more/collage'" in report(folder / "more/collage")
+
+
 def test_fine_tunings_are_drawn_together(folder: Path) -> None:
     page = folder / "page.html"
     text = report(folder / "tuned-a", folder / "tuned-b", "--html", page)
