@@ -40,7 +40,6 @@ from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.plan.suited import suited_options
 from lpconv.progress import Progress, Silent
 from lpconv.results import (
-    ByteCounts,
     CalibrationRecord,
     ConvertResult,
     FileRecord,
@@ -76,7 +75,7 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
             output=job.url or str(job.output),
             source=job.source_record,
             tensors=tuple(planned_record(t) for t in job.plan.tensors),
-            bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
+            bytes=job.bytes,
             shards=tuple(FileRecord(name=f.name, size_bytes=f.size_bytes) for f in job.plan.files),
             side_files=job.checkpoint.side_files,
             memory_bytes=job.memory.needed_bytes,
@@ -355,7 +354,7 @@ def _carry_out(
         tensors=tensors,
         files=files,
         side_files=side_files,
-        bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
+        bytes=job.bytes,
         seconds=time.perf_counter() - started,
         weights_seconds=weights_seconds,
         peak_rss_bytes=peak_rss_bytes(),

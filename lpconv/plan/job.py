@@ -25,7 +25,7 @@ from lpconv.plan.options import NEAREST, ConvertOptions, FilledOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
-from lpconv.results import SourceRecord
+from lpconv.results import ByteCounts, SourceRecord
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch
 from lpconv.storage.place import sha256_of
 from lpconv.storage.remote import check_url, is_url
@@ -69,6 +69,13 @@ class Job:
     def source_record(self) -> SourceRecord:
         """The source with the sizes of its weight files, and their hashes if a hub promised and lpconv checked them."""
         return self.checkpoint.record(self.promised.get)
+
+    @property
+    def bytes(self) -> ByteCounts:
+        """The size of the weights before and after; of a quantised source, the size of its files."""
+        stored = sum(f.size_bytes for f in self.source_record.files)
+        read = stored if is_coded(self.checkpoint) else self.plan.bytes_in
+        return ByteCounts(read=read, written=self.plan.bytes_out)
 
 
 def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:

@@ -13,13 +13,12 @@ from lpconv.formats.grains import TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
-from lpconv.layouts.reader import DecodedSource
 from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.plan.suited import largest_group
-from lpconv.report.numbers import code_list, plural, size_text
+from lpconv.report.numbers import code_list, plural
 from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
@@ -74,12 +73,6 @@ def versions() -> dict[str, str]:
 def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
     """Warnings about the plan of a job; `verb` is that of `nothing_converted`."""
     plan, warnings = job.plan, []
-    if isinstance(job.source, DecodedSource):
-        held = sum((job.checkpoint.directory / name).stat().st_size for name in job.checkpoint.weight_files)
-        decoded = size_text(plan.bytes_in)
-        warnings.append(
-            f"the source is quantised: {size_text(held)} on disk, compared here with its size in fp32, {decoded}"
-        )
     if hidden := hidden_files(job.checkpoint.directory):
         warnings.append(f"hidden files are not copied: {code_list(hidden)}")
     if ignored := job.checkpoint.ignored_files:
