@@ -1,6 +1,7 @@
 """Load the model of a checkpoint directory, including outputs of any method: whole, as codes, or by rows."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,9 @@ from lpconv.shards import placed_on
 from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable
 from lpconv.storage.header import quantization_method
 from lpconv.storage.place import any_pointer
+
+# transformers patches its own classes while it loads: two loads at the same time leave models untied from then on.
+ONE_AT_A_TIME = threading.RLock()
 
 
 def load(
@@ -70,7 +74,8 @@ def load_with_missing(
     kwargs = {"trust_remote_code": False, **kwargs, "output_loading_info": True}  # False: never ask on a terminal
     is_elsewhere = any_pointer(checkpoint.directory, checkpoint.weight_files)
     if not (has_residual or is_elsewhere or quantization_method(checkpoint.config) in READ):
-        model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
+        with ONE_AT_A_TIME:
+            model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), missing_parameters(cls, info)
     dtype = dtype or (torch.float32 if has_residual else None)
     with StoredTensors.open(checkpoint) as stored:
@@ -191,7 +196,8 @@ def load_from_state(
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     kwargs["output_loading_info"] = True
-    model, report = model_class.from_pretrained(None, config=config, state_dict=state, **kwargs)
+    with ONE_AT_A_TIME:
+        model, report = model_class.from_pretrained(None, config=config, state_dict=state, **kwargs)
     return model.eval(), report
 
 

@@ -28,7 +28,7 @@ from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.layouts.reader import StoredTensors
 from lpconv.machine import out_of_memory
 from lpconv.models.coded import CodedTensor
-from lpconv.models.load import load_from_files, missing_parameters
+from lpconv.models.load import ONE_AT_A_TIME, load_from_files, missing_parameters
 from lpconv.models.opening import error_line, model_errors
 from lpconv.models.plugin import METHOD, register
 from lpconv.models.tasks import architecture
@@ -39,7 +39,6 @@ from lpconv.storage.header import quantization_method
 from lpconv.storage.place import any_pointer
 
 _LOADED = "_is_hf_initialized"  # set by transformers on tensors that it has read from files
-_ONE_AT_A_TIME = threading.Lock()  # the hooks and the variable below belong to the process
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # makes transformers read a tensor when it is needed, not all ahead
 
 
@@ -155,7 +154,7 @@ def _each_loaded(compare: Callable[[str, Tensor], None]) -> Iterator[None]:
         setattr(empty, _LOADED, True)
         return empty
 
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+    with ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         before = os.environ.get(_ONE_BY_ONE)
         for register_hook, hook in (
             (module_hooks.register_module_module_registration_hook, on_module),
