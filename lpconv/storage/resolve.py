@@ -146,12 +146,12 @@ def _from_hub(name: str, revision: str | None) -> Resolved:
         raise _unknown_name(name)
     try:
         snapshot = download(repo_id, revision)
-        check_promises(snapshot)
-        return _snapshot(name, repo_id, snapshot)
     except InputError as e:
         near = nearest_sibling(Path(name))
         hint = f"did you mean the directory `{near}`? {e.hint}" if near else e.hint
         raise InputError(f"there is no directory `{name}`; as a hub model, {e.message}", hint=hint) from e
+    check_promises(snapshot)
+    return _snapshot(name, repo_id, snapshot)
 
 
 def _snapshot(name: str, repo_id: str, directory: Path) -> Resolved:
