@@ -73,8 +73,8 @@ class Job:
     @property
     def bytes(self) -> ByteCounts:
         """The size of the weights before and after; of a quantised source, the size of its files."""
-        stored = sum(f.size_bytes for f in self.source_record.files)
-        read = stored if is_coded(self.checkpoint) else self.plan.bytes_in
+        coded = self.source_record.files if is_coded(self.checkpoint) else ()
+        read = sum(f.size_bytes for f in coded) or self.plan.bytes_in
         return ByteCounts(read=read, written=self.plan.bytes_out)
 
 
