@@ -9,6 +9,7 @@ from lpconv.layers import embeddings, head, linears, weighted_modules
 from lpconv.models.presets import PRESETS
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.policy import decide
+from lpconv.plan.settings import fill_options
 from lpconv.storage.header import TensorInfo
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
@@ -80,7 +81,7 @@ def test_a_conversion_knows_heads_and_embeddings_by_the_names_of_their_weights(n
     assert kept is not None
     special = {id(kept.weight)} | {id(m.weight) for m in embeddings(model).values()}
     inside = {id(p) for p in model.base_model.parameters()}  # type: ignore[union-attr]  # of transformers
-    options = ConvertOptions(format="e4m3fn")
+    options = fill_options(ConvertOptions(format="e4m3fn"))
     for stored, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 2:
             info = TensorInfo(name=stored, dtype="F32", shape=tuple(parameter.shape), begin=0, end=0)
@@ -120,7 +121,7 @@ def test_a_conversion_leaves_what_decides_much_in_16_bits(
     found = {}
     for name, p in model.named_parameters():
         info = TensorInfo(name=name, dtype=dtype, shape=tuple(p.shape), begin=0, end=0)
-        form, reason = decide(info, ConvertOptions(format="e4m3fn"))
+        form, reason = decide(info, fill_options(ConvertOptions(format="e4m3fn")))
         if ".layers." in name and "16 bits" in reason:
             found[name.split(".", 3)[-1]] = form.format.name if form.format else dtype
     assert found == dict.fromkeys(left, "fp16" if dtype == "F32" else dtype)

@@ -77,7 +77,7 @@ FAULTS: dict[str, Fault] = {
                              "convert/test_verification.py", "convert/test_convert.py"),
     "reversed_kl": _fault("mean_kl=float(_divergence(log_p, log_q)", "mean_kl=float(_divergence(log_q, log_p)",
                           "verify/test_text.py"),
-    "nan_in_weights": _fault("lost = int((known & ~torch.isfinite(y)).sum())", "lost = 0",
+    "nan_in_weights": _fault("lost = int((known != torch.isfinite(y)).sum())", "lost = 0",
                              "faults/test_layout_damage.py"),
     # Scaled training.
     "norm_epsilon": _fault("data, eps / scale**2, scale", "data, eps / scale, scale", "scaled/test_rules.py"),

@@ -185,7 +185,7 @@ def test_the_input_is_not_changed() -> None:
 @pytest.mark.parametrize(
     ("x", "name", "options", "hint"),
     [
-        (torch.ones(2), "e4m3", {}, "`e4m3fn`"),
+        (torch.ones(2), "e4m3fm", {}, "`e4m3fn`"),
         (torch.ones(2), "e4m3fn", {"overflow": "inf"}, "`saturate` or `nan`"),
         (torch.ones(2), "e2m1", {"overflow": "nan"}, "`saturate`"),
         (torch.ones(2), "e4m3fn", {"overflow": "wrap"}, "known"),

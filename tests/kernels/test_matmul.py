@@ -242,7 +242,7 @@ def test_fp8_keeps_one_byte_per_element_for_backward() -> None:
 
 def test_operands_without_a_product_or_a_scale_are_refused() -> None:
     for cast_of in (
-        lambda: OperandCast(format="e4m3"),
+        lambda: OperandCast(format="e4m3fm"),
         lambda: OperandCast(format="fp16"),
         lambda: OperandCast(scale="rms"),
     ):
