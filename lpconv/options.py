@@ -174,26 +174,31 @@ def _declared_options(record: type[Any]) -> Iterator[Declared]:
 def _fields(record: type[Any]) -> Iterator[tuple[str, Declared | Group]]:
     """The fields of a record that users set, each with its option, or with the group of options behind it."""
     for field in dataclasses.fields(record):
-        for note in getattr(field.type, "__metadata__", ()):
-            if isinstance(note, Group):
-                yield field.name, note
-            elif isinstance(note, Option):
-                yield field.name, _declared(field, note)
+        one = declared_by(field.name, field.type, field.default)
+        if one is not None:
+            yield field.name, one
 
 
-def _declared(field: dataclasses.Field[Any], option: Option) -> Declared:
-    kind, *notes = typing.get_args(field.type)
+def declared_by(name: str, annotation: Any, default: Any) -> Declared | Group | None:
+    """The option that the annotation of a field or parameter declares, or the group behind it; None without either."""
+    notes = getattr(annotation, "__metadata__", ())
+    note = next((note for note in notes if isinstance(note, (Group, Option))), None)
+    return _declared(name, annotation, default, note) if isinstance(note, Option) else note
+
+
+def _declared(name: str, annotation: Any, default: Any, option: Option) -> Declared:
+    kind, *notes = typing.get_args(annotation)
     parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     one = next(p for p in parts if p is not types.NoneType)
     many = typing.get_origin(one) is tuple
     return Declared(
-        field=field.name,
+        field=name,
         option=option,
         type=typing.get_args(one)[0] if many else one,
         nullable=len(parts) > 1,
         is_many=many,
         bounds=tuple(n for n in notes if isinstance(n, Bound)),
-        default=field.default,
+        default=default,
     )
 
 

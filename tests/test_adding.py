@@ -20,7 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lpconv.bench.options import BENCH_FORMATS, BENCH_METHODS
-from lpconv.cli.command import Json, with_options
+from lpconv.cli.command import Json
 from lpconv.cli.main import COMMANDS, app
 from lpconv.doctor import format_support
 from lpconv.errors import InputError, UnsupportedError
@@ -170,7 +170,6 @@ class Greeting:
     times: Annotated[int, Ge(1), Option("Number of greetings")] = 1
 
 
-@with_options
 def greet(name: str, options: Greeting, json: Json = False) -> None:
     """Greet somebody."""
     if name == "nobody":

@@ -1,10 +1,9 @@
 """`lpconv advise`."""
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command
 
 
-@with_options
 def advise(
     model: Model, options: AdviseOptions, output: Output = None, json: Json = False, quiet: Quiet = False
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lpconv.batch.options import BatchOptions
-from lpconv.cli.command import Json, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Quiet, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UsageError
 from lpconv.options import check
@@ -56,7 +56,6 @@ def _print_schema(wanted: bool) -> None:
     raise typer.Exit
 
 
-@with_options
 def batch(
     manifest: Annotated[str, typer.Argument(help="A YAML, TOML or JSON manifest.", metavar="FILE")],
     options: BatchOptions,

@@ -7,13 +7,10 @@ from typing import Annotated
 import typer
 
 from lpconv.bench.options import BENCH_FORMATS, BenchOptions
-from lpconv.cli.command import Json, Quiet, print_result, reject_flag, typed_command, with_options
-from lpconv.options import check
-
-_WHAT, _RESULTS = "What to measure", "Results"
+from lpconv.cli.command import Json, Quiet, print_result, typed_command
+from lpconv.options import Option, check
 
 
-@with_options
 def bench(
     options: BenchOptions,
     model: Annotated[
@@ -22,26 +19,12 @@ def bench(
             help="A preset such as bert-large or llama-8b (random weights), a checkpoint, or demo.", metavar="MODEL"
         ),
     ] = None,
-    rivals: Annotated[
-        bool, typer.Option("--rivals", help="Also measure torchao and TransformerEngine.", rich_help_panel=_WHAT)
-    ] = False,
+    rivals: Annotated[bool, Option("Also measure torchao and TransformerEngine", panel="What to measure")] = False,
     save: Annotated[
         str | None,
-        typer.Option(
-            "--save",
-            "-o",
-            help="JSON file to write, updated after every row.",
-            metavar="FILE",
-            callback=reject_flag,
-            rich_help_panel=_RESULTS,
-        ),
+        Option("JSON file to write, updated after every row", short=("-o",), metavar="FILE", panel="Results"),
     ] = None,
-    html: Annotated[
-        str | None,
-        typer.Option(
-            "--html", help="HTML file to write.", metavar="FILE", callback=reject_flag, rich_help_panel=_RESULTS
-        ),
-    ] = None,
+    html: Annotated[str | None, Option("HTML file to write", metavar="FILE", panel="Results")] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

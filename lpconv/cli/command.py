@@ -11,38 +11,44 @@ from typing import Annotated, Any
 import typer
 
 from lpconv.errors import UsageError
-from lpconv.options import Declared, make, options_of
-from lpconv.plan.options import ConvertOptions
+from lpconv.options import Declared, declared_by, make, options_of
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's parameter `options` by one parameter per option of the record.
+    """Give typer the command's options: those declared by its parameters, and all of the record `options`.
 
     The record is made, and texts are parsed, when the command is called. Raises UsageError for text that does not
     parse.
     """
     signature = inspect.signature(command)
-    record = signature.parameters["options"].annotation
-    declared = {n: d for n, d in options_of(record).items() if d.option.only in (None, "command")}
+    declared = {name: _declared_options(p) for name, p in signature.parameters.items()}
 
     @functools.wraps(command)
     def spread(**given: Any) -> None:
-        texts = {name: given.pop(name) for name in declared}
-        values = {name: _parse_value(declared[name], value) for name, value in texts.items() if value is not None}
-        command(options=make(record, values), **given)
+        for parameter, options in declared.items():
+            texts = {name: given.pop(name) for name in options}
+            values = {name: _parse_value(options[name], value) for name, value in texts.items() if value is not None}
+            if parameter == "options":
+                given[parameter] = make(signature.parameters[parameter].annotation, values)
+            elif options:
+                given[parameter] = values.get(parameter)
+        command(**given)
 
     parameters: list[inspect.Parameter] = []
-    for p in signature.parameters.values():
-        spread_out = [p.replace(kind=p.KEYWORD_ONLY)] if p.name != "options" else map(_parameter, declared.values())
-        parameters += spread_out
+    for name, p in signature.parameters.items():
+        parameters += map(_parameter, declared[name].values()) if declared[name] else [p.replace(kind=p.KEYWORD_ONLY)]
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # `inspect` reads it
     spread.__annotations__ = {p.name: p.annotation for p in parameters}
     return spread
 
 
-def _parameter_of(record: type[Any], name: str) -> Any:
-    """Annotation of one option of a record, for a command that does not take the whole record."""
-    return _parameter(options_of(record)[name]).annotation
+def _declared_options(parameter: inspect.Parameter) -> dict[str, Declared]:
+    """The options that a parameter of a command stands for, by name; none if it is an argument, or typer's option."""
+    if parameter.name == "options":
+        options = options_of(parameter.annotation)
+        return {name: d for name, d in options.items() if d.option.only in (None, "command")}
+    one = declared_by(parameter.name, parameter.annotation, parameter.default)
+    return {one.name: one} if isinstance(one, Declared) else {}
 
 
 def _parameter(declared: Declared) -> inspect.Parameter:
@@ -55,6 +61,7 @@ def _parameter(declared: Declared) -> inspect.Parameter:
         help=declared.help + (" Repeatable." if declared.is_many and not o.comma else ""),
         rich_help_panel=o.panel,
         metavar=o.metavar or ("A,B,…" if o.comma else None),
+        callback=reject_flag if o.metavar == "FILE" and not declared.is_many else None,
         autocompletion=(lambda: list(o.choices or ())) if o.choices else None,
     )
     typed, default = _typer_type(declared)
@@ -169,5 +176,3 @@ def reject_flag(value: str | None) -> str | None:
 _OUTPUT: Any = typer.Option("--output", "-o", help="Output directory.", metavar="DIR", callback=reject_flag)
 Output = Annotated[str | None, _OUTPUT]  # default: derived from the model's name
 Target = Annotated[str, _OUTPUT]
-Revision: Any = _parameter_of(ConvertOptions, "revision")
-Force: Any = _parameter_of(ConvertOptions, "force")

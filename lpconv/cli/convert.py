@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any
 
-import typer
-
-from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command
 from lpconv.errors import UsageError
 from lpconv.layouts import SCHEMES
+from lpconv.options import Option
 from lpconv.plan.options import ConvertOptions
 
 _ListSchemes: Any = listing(
@@ -17,30 +16,19 @@ _ListSchemes: Any = listing(
 )
 
 
-@with_options
 def convert(
     model: Model,
     *,
     output: Output = None,
     options: ConvertOptions,
     list_schemes: _ListSchemes = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing anything.")] = False,
+    dry_run: Annotated[bool, Option("Show the plan without writing anything")] = False,
     shard: Annotated[
         str | None,
-        typer.Option(
-            "--shard",
-            help="Write only part i of n, as one of n workers, such as 2/5.",
-            metavar="I/N",
-            rich_help_panel="How to run",
-        ),
+        Option("Write only part i of n, as one of n workers, such as 2/5", metavar="I/N", panel="How to run"),
     ] = None,
     finish: Annotated[
-        bool,
-        typer.Option(
-            "--finish",
-            help="Combine the parts of all workers, verify them and publish the output.",
-            rich_help_panel="How to run",
-        ),
+        bool, Option("Combine the parts of all workers, verify them and publish the output", panel="How to run")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

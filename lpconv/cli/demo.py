@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from lpconv.cli.command import Force, Json, Quiet, Target, print_result
+from lpconv.cli.command import Json, Quiet, Target, print_result
 from lpconv.cli.main import next_steps
 from lpconv.cli.progress import progress_for
 from lpconv.errors import OutputExistsError
+from lpconv.options import Force
 
 # One run per method, and fp8 next to fp16 so that the comparison shows the cost of a format.
 _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16"))

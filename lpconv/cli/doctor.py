@@ -2,21 +2,15 @@
 
 from typing import Annotated
 
-import typer
-
 from lpconv.cli.command import Json, print_result, without_blanks
+from lpconv.options import Option
 
 
 def doctor(
     require: Annotated[
-        str | None,
-        typer.Option(
-            "--require", help="Fail with exit code 4 unless all of these are available.", metavar="fp8,onnx,…"
-        ),
+        str | None, Option("Fail with exit code 4 unless all of these are available", metavar="fp8,onnx,…")
     ] = None,
-    aliases: Annotated[
-        bool, typer.Option("--aliases", help="List short model names and their hub ids, and exit.")
-    ] = False,
+    aliases: Annotated[bool, Option("List short model names and their hub ids, and exit")] = False,
     json: Json = False,
 ) -> None:
     """Show what this machine supports: native and emulated formats, products on a GPU, packages and extras.

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from lpconv.cli.command import Json, Model, Quiet, Target, print_result, with_options
+from lpconv.cli.command import Json, Model, Quiet, Target, print_result
 from lpconv.cli.handling import handle_failures
 from lpconv.cli.parsing import Command, help_text
 from lpconv.cli.progress import progress_for
@@ -42,7 +42,6 @@ def _export() -> None:
     """Export a checkpoint for another runtime."""
 
 
-@with_options
 def onnx(model: Model, output: Target, options: ExportOptions, json: Json = False, quiet: Quiet = False) -> None:
     """Write an ONNX model with weights in their stored format, and check it with ONNX Runtime.
 

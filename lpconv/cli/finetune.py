@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import typer
-
-from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command
+from lpconv.options import Option
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 
@@ -20,7 +19,6 @@ _COLUMNS = ("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<Wh
 _ListRecipes: Any = listing("--list-recipes", "List the recipes and exit.", _COLUMNS, _recipes)
 
 
-@with_options
 def finetune(
     model: Model,
     *,
@@ -28,11 +26,7 @@ def finetune(
     options: FinetuneOptions,
     list_recipes: _ListRecipes = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Estimate the memory of a step on each GPU from config.json, without training.",
-        ),
+        bool, Option("Estimate the memory of a step on each GPU from config.json, without training")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

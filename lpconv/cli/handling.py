@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 
 from typer.core import TyperGroup
 
-from lpconv.cli.command import Quiet, Verbose
+from lpconv.cli.command import Quiet, Verbose, with_options
 from lpconv.cli.parsing import HelpPage
 from lpconv.cli.progress import VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, UsageError, from_system
@@ -56,8 +56,10 @@ class Commands(HelpPage, TyperGroup):
 def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code.
 
-    The command also gets `--verbose`, and `--quiet` if it has none because it prints nothing but its result.
+    Typer gets its options one by one. The command also gets `--verbose`, and `--quiet` if it has none because it prints
+    nothing but its result.
     """
+    command = with_options(command)
     signature = inspect.signature(command)
     common = {"quiet": Quiet, "verbose": Verbose}
     added = [

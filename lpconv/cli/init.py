@@ -4,11 +4,10 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Output, Quiet, output_of, print_result, with_options
+from lpconv.cli.command import Json, Output, Quiet, output_of, print_result
 from lpconv.init.options import InitOptions
 
 
-@with_options
 def init(
     model: Annotated[
         str,

@@ -2,11 +2,10 @@
 
 from typing import Annotated
 
-import typer
-
-from lpconv.cli.command import Json, Model, Quiet, Revision, print_result
+from lpconv.cli.command import Json, Model, Quiet, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UnsupportedError, VerificationError
+from lpconv.options import Option, Revision
 
 _NAMED = 3  # problems in the error message; the output, and the details under --json, have all
 _NOT_READ = "no error was found; inspect the unquantised checkpoint instead, or use the tool that wrote this one"
@@ -14,16 +13,10 @@ _NOT_READ = "no error was found; inspect the unquantised checkpoint instead, or 
 
 def inspect(
     model: Model,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Also read the data: RMS, largest value, NaN and Inf of each tensor.")
-    ] = False,
-    every: Annotated[bool, typer.Option("--all", help="List all tensors, files and findings.")] = False,
+    stats: Annotated[bool, Option("Also read the data: RMS, largest value, NaN and Inf of each tensor")] = False,
+    every: Annotated[bool, Option("List all tensors, files and findings", flag="all")] = False,
     strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Also fail on warnings (exit code 5) and on weights that could not be checked (exit code 4).",
-        ),
+        bool, Option("Also fail on warnings (exit code 5) and on weights that could not be checked (exit code 4)")
     ] = False,
     revision: Revision = None,
     json: Json = False,

@@ -1,11 +1,10 @@
 """`lpconv probe`."""
 
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 
 
-@with_options
 def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json = False, quiet: Quiet = False) -> None:
     """Run training steps in fp32 and show what low-precision formats would lose, layer by layer.
 

@@ -8,6 +8,7 @@ import typer
 
 from lpconv.cli.command import Json, print_result
 from lpconv.errors import UsageError
+from lpconv.options import Option
 
 
 def report(
@@ -19,12 +20,9 @@ def report(
         ),
     ],
     what_if: Annotated[
-        str | None,
-        typer.Option(
-            "--what-if", help="For a probe: show what this format would do to every tensor.", metavar="FORMAT"
-        ),
+        str | None, Option("For a probe: show what this format would do to every tensor", metavar="FORMAT")
     ] = None,
-    html: Annotated[str | None, typer.Option("--html", help="HTML file to write, with plots.", metavar="FILE")] = None,
+    html: Annotated[str | None, Option("HTML file to write, with plots", metavar="FILE")] = None,
     json: Json = False,
 ) -> None:
     """Show a run again, compare several runs, or list the runs in a folder.

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.cli.command import Force, Json, Quiet, Target
+from lpconv.cli.command import Json, Quiet, Target
 from lpconv.cli.progress import progress_for
+from lpconv.options import Force, Option
 
 if TYPE_CHECKING:
     from lpconv.results import RestoreResult
@@ -19,10 +20,7 @@ def restore(
     output: Target,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype",
-            help="Dtype of weights that another tool quantised: fp32, bf16 or fp16 (default: from config.json).",
-        ),
+        Option("Dtype of weights that another tool quantised: fp32, bf16 or fp16", default="from config.json"),
     ] = None,
     force: Force = False,
     json: Json = False,

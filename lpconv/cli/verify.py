@@ -5,19 +5,17 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Quiet, print_result, typed_command
 from lpconv.cli.progress import progress_for
 from lpconv.errors import VerificationError
+from lpconv.options import Option
 from lpconv.verify.options import VerifyOptions
 
 
-@with_options
 def verify(
     path: Annotated[str, typer.Argument(help="An output of `lpconv convert`, or any checkpoint.", metavar="PATH")],
     options: VerifyOptions,
-    html: Annotated[
-        str | None, typer.Option("--html", help="HTML file to write, with every tensor.", metavar="FILE")
-    ] = None,
+    html: Annotated[str | None, Option("HTML file to write, with every tensor", metavar="FILE")] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
