@@ -1,4 +1,4 @@
-"""Measure two processes in turn, A B B A …, so that temporary slowdowns of the machine affect both.
+"""Measure two cases in turn, A B B A …, so that temporary slowdowns of the machine affect both.
 
 Step times are summarised as medians, quantiles, and ratio intervals that account for drift and for luck in memory
 layout.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lpconv.bench.options import Effort
-from lpconv.bench.team import MeasuredProcess
+from lpconv.bench.team import Team
 from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
 from lpconv.student import t_quantile
@@ -94,15 +94,15 @@ class Samples:
         return [statistics.median(r) for r in self.rounds]
 
 
-def interleave(baseline: MeasuredProcess, variant: MeasuredProcess | None, effort: Effort) -> tuple[Samples, Samples]:
-    """Warm both processes up, then measure them in turn. Without a variant, measure only the baseline.
+def interleave(baseline: Team, variant: Team | None, effort: Effort) -> tuple[Samples, Samples]:
+    """Warm both cases up, then measure them in turn. Without a variant, measure only the baseline.
 
     Raises VerificationError if torch.compile runs again after the warm-up, which would spoil the times.
     """
     pair = Samples(), Samples()
     subjects = [(baseline, pair[0])] + ([(variant, pair[1])] if variant is not None else [])
     for subject, _ in subjects:
-        subject.ask("warm_up", iterations=effort.warm_up_iterations, seconds=effort.warm_up_seconds)
+        subject.ask("measure", iterations=effort.warm_up_iterations, seconds=effort.warm_up_seconds)
     iterations = math.ceil(effort.min_iterations / effort.rounds)
     seconds = effort.min_seconds / effort.rounds
     for i in range(effort.rounds):

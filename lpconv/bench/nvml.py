@@ -1,27 +1,14 @@
-"""Energy, clocks, limits and other processes of a GPU during a measurement.
-
-`GpuMonitor` is the interface: NVML through `nvidia-ml-py` on machines with a GPU, a simple fake in tests.
-"""
+"""Energy, clocks, limits and other processes of a GPU during a measurement, from NVML through `nvidia-ml-py`."""
 
 import importlib
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 from lpconv.results import EnergyRecord, GpuRecord
 
 # NVML updates the counter every 20 to 100 ms, so a window of two seconds is off by at most 5 %.
 _MIN_WINDOW_S = 2.0
-
-
-class GpuMonitor(Protocol):
-    """Monitor of one GPU."""
-
-    def energy_mj(self) -> int:
-        """Energy in millijoules since the driver was loaded."""
-
-    def state(self, own_pids: Collection[int]) -> GpuRecord:
-        """Current clocks, power and limits, and the compute processes that are not in `own_pids`."""
 
 
 class Nvml:
@@ -33,9 +20,11 @@ class Nvml:
         self._gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
 
     def energy_mj(self) -> int:
+        """Energy in millijoules since the driver was loaded."""
         return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu))
 
     def state(self, own_pids: Collection[int]) -> GpuRecord:
+        """Current clocks, power and limits, and the compute processes that are not in `own_pids`."""
         nvml, gpu = self._nvml, self._gpu
         power = self._known(nvml.nvmlDeviceGetPowerUsage, gpu)
         limit = self._known(nvml.nvmlDeviceGetEnforcedPowerLimit, gpu)
@@ -71,7 +60,7 @@ _REASONS = {
 }
 
 
-def find_monitor(index: int) -> GpuMonitor | None:
+def find_monitor(index: int) -> Nvml | None:
     """Monitor of GPU `index` through NVML; None without nvidia-ml-py or a working driver."""
     try:
         pynvml = importlib.import_module("pynvml")
@@ -84,7 +73,7 @@ def find_monitor(index: int) -> GpuMonitor | None:
 
 
 def measure_energy(
-    monitor: GpuMonitor,
+    monitor: Nvml,
     spin: Callable[[float], int],
     tokens_per_step: int,
     *,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.bench.interleave import Samples, interleave, ratio_over_launches, timing_of
-from lpconv.bench.nvml import GpuMonitor, measure_energy
+from lpconv.bench.nvml import Nvml, measure_energy
 from lpconv.bench.options import PLAIN, BenchOptions, Case
 from lpconv.bench.roofline import Gemm, roofline_verdict
 from lpconv.bench.team import Child, Team
@@ -17,16 +17,7 @@ from lpconv.machine import load_average, usable_cores
 from lpconv.options import fields_of_run
 from lpconv.progress import Progress
 from lpconv.report.numbers import name_list, plural
-from lpconv.results import (
-    BenchResult,
-    BenchRow,
-    EnergyRecord,
-    MemoryRecord,
-    NumericsRecord,
-    PeakRecord,
-    VerdictRecord,
-    from_json,
-)
+from lpconv.results import BenchResult, BenchRow, EnergyRecord, PeakRecord, VerdictRecord
 from lpconv.results.bench import BenchCase
 from lpconv.results.documents import fields_from
 
@@ -47,7 +38,7 @@ class BenchRun:
     progress: Progress
     on_result: Callable[[BenchResult], object]
     notes: tuple[str, ...]
-    monitor: GpuMonitor | None
+    monitor: Nvml | None
     peaks: PeakRecord
     idle: Child | None
     rows: dict[tuple[Case, Case], BenchRow] = field(default_factory=dict)
@@ -135,9 +126,9 @@ class BenchRun:
             group.wait()
             self.progress.message(f"{group.title}: {case.format} {case.method}".removesuffix(f" {PLAIN}"))
             try:
-                description = team.receive()
+                _, facts = team.receive()
                 base_samples, samples = interleave(group.team, team, self.options.effort.of_a_launch())
-                row = row or self._row(group, case, team, description)
+                row = row or self._row(group, case, team, facts)
             except (UsageError, InputError):  # these affect all rows
                 raise
             except LpconvError as e:
@@ -157,7 +148,7 @@ class BenchRun:
         if group.is_measured:
             return
         group.is_measured = True
-        row = self.rows.get((group.case, group.case)) or self._row(group, group.case, group.team, group.description)
+        row = self.rows.get((group.case, group.case)) or self._row(group, group.case, group.team, group.facts)
         self._keep(group, group.case, row, samples, samples)
 
     def _keep(self, group: "_Group", case: Case, row: BenchRow, base_samples: Samples, samples: Samples) -> None:
@@ -184,24 +175,17 @@ class BenchRun:
         self.rows[group.case, case] = self._bare_row(case, group, error)
         self.on_result(self.result(interrupted=True))
 
-    def _row(self, group: "_Group", case: Case, team: Team, description: dict[str, Any]) -> BenchRow:
-        """A row with the values that are equal in every launch: model, numerics, memory and energy."""
-        self.versions = description["versions"]
-        memory = from_json(MemoryRecord, team.ask("memory"))
+    def _row(self, group: "_Group", case: Case, team: Team, facts: dict[str, Any]) -> BenchRow:
+        """A row with the values that are equal in every launch: `facts` of the model, memory and energy."""
+        self.versions = facts["versions"]
+        memory = team.ask("memory")
         return dataclasses.replace(
             self._bare_row(case, group),
-            weights=description["weights"],
-            layers=description["num_layers"],
-            device=description["device"],
-            emulated=description["emulated"],
+            **facts,
             peak_memory=memory.peak_bytes,
-            estimate_bytes=description["estimate_bytes"],
             memory=memory,
-            numerics=from_json(NumericsRecord, description["numerics"]),
             energy=self._energy(case, team),
             gpu=self.monitor.state({*group.team.pids, *team.pids, os.getpid()}) if self.monitor else None,
-            compile_s=description["compile_s"],
-            versions=description["versions"],
         )
 
     def _energy(self, case: Case, team: Team) -> EnergyRecord:
@@ -230,7 +214,8 @@ class _Group:
     """Cases with a common baseline: the baseline's processes in this launch, and paired samples of all launches."""
 
     case: Case
-    description: dict[str, Any] = field(default_factory=dict)
+    gemms: tuple[Gemm, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
     launches: dict[Case, list[tuple[Samples, Samples]]] = field(default_factory=dict)
     is_built: bool = False
     is_measured: bool = False
@@ -257,14 +242,10 @@ class _Group:
     def title(self) -> str:
         return f"{self.case.model}, {self.case.mode}, batch {self.case.batch} x {self.case.seq}"
 
-    @property
-    def gemms(self) -> tuple[Gemm, ...]:
-        return tuple(from_json(Gemm, g) for g in self.description.get("gemms", ()))
-
     def wait(self) -> None:
         """Wait until the baseline is built. Raises the error if that failed."""
         if not self.is_built:
-            self.description, self.is_built = self.team.receive(), True
+            (self.gemms, self.facts), self.is_built = self.team.receive(), True
 
 
 def _status(error: LpconvError) -> str:

@@ -19,7 +19,7 @@ from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_complete
 from lpconv.options import PARALLEL, check, with_keywords
 from lpconv.progress import Progress, Silent
-from lpconv.results import BenchResult, PeakRecord, from_json
+from lpconv.results import BenchResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import quantization_method
 
@@ -101,7 +101,8 @@ def bench(
             on_result=on_result,
             notes=notes,
             monitor=find_monitor(device["index"]) if device["device"] != "cpu" else None,
-            peaks=_peaks(child, cases[0]),
+            # Of one process, with the threads of a case and the other processes idle.
+            peaks=child.ask("peaks", device=cases[0].device, threads=options.threads, processes=options.num_processes),
             idle=child,
         )
         groups = _groups(cases, options)
@@ -209,12 +210,6 @@ def parallel_of(options: BenchOptions) -> str | None:
             hint="pass --mode train, or --parallel ddp to run independent copies",
         )
     return options.parallel or PARALLEL[0]
-
-
-def _peaks(child: Child, case: Case) -> PeakRecord:
-    """Peak FLOP/s and bytes/s of one process, with the threads of a case and the other processes idle."""
-    peaks = child.ask("peaks", device=case.device, threads=case.threads, processes=case.processes)
-    return from_json(PeakRecord, peaks)
 
 
 def _groups(cases: Sequence[Case], options: BenchOptions) -> dict[Case, list[Case]]:

@@ -1,9 +1,9 @@
 """One case, built and ready, with its step timed on command. A child process holds one."""
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_op
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError, typed_line
 from lpconv.layers import blocks_of
+from lpconv.machine import peak_rss_bytes
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened
 from lpconv.models.sharing import running_copy
@@ -61,7 +62,6 @@ class CaseRunner:
         model: nn.Module = opened.model
         self.weights = _weights_origin(known, opened)
         self.num_layers = len(blocks_of(model))
-        self.num_parameters = sum(p.numel() for p in model.parameters())
         self.emulated = is_emulated(case)
         self._batch = make_batch(case, known.config)
         probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
@@ -119,22 +119,25 @@ class CaseRunner:
             self.step()
         self._synchronise()
 
-    def measure(self, iterations: int, seconds: float) -> tuple[list[float], float]:
-        """Step times over at least `iterations` steps and `seconds`, and the wall time of a step.
+    def measure(self, iterations: int, seconds: float) -> dict[str, Any]:
+        """Step times over at least `iterations` steps and `seconds`, the wall time of a step, and `recompiles`.
 
-        On a GPU the times come from CUDA events around each step, on a CPU from the wall clock. Cooperating processes
+        On a GPU the times come from CUDA events between the steps, on a CPU from the wall clock. Cooperating processes
         take the same number of steps: the largest that any of them needs.
         """
-        timer = _EventTimer() if self.case.device != "cpu" else _WallTimer()
-        count, elapsed = 0, 0.0
-        while left := max_over_processes(_steps_left(count, elapsed, iterations, seconds)):
+        times: list[float] = []
+        elapsed = 0.0
+        while left := max_over_processes(_steps_left(len(times), elapsed, iterations, seconds)):
             self._synchronise()
             start = time.perf_counter()
+            marks = [self._mark()]
             for _ in range(left):
-                timer.time(self.step)
+                self.step()
+                marks.append(self._mark())
             self._synchronise()
-            count, elapsed = count + left, elapsed + time.perf_counter() - start
-        return timer.seconds(), elapsed / count
+            elapsed += time.perf_counter() - start
+            times += itertools.starmap(_seconds_between, itertools.pairwise(marks))
+        return {"seconds": times, "wall": elapsed / len(times), "recompiles": self.recompiles}
 
     def spin(self, seconds: float) -> int:
         """Run steps back to back for `seconds` and return their number."""
@@ -164,11 +167,15 @@ class CaseRunner:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
         if self.case.device == "cpu":
-            return result
-        peak = torch.cuda.max_memory_allocated()
-        if self.case.compiled == "graphs":
-            return _graph_peak(result, peak)
-        return MemoryRecord(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
+            return dataclasses.replace(result, process_bytes=peak_rss_bytes())
+        peak, (free, total) = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()
+        result = _graph_peak(result, peak) if self.case.compiled == "graphs" else result
+        return dataclasses.replace(
+            result,
+            peak_bytes=peak,
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+            process_bytes=total - free or peak_rss_bytes(),  # of all processes; only NVML can tell them apart
+        )
 
     def _forward(self) -> Any:
         if self._optimizer is not None:
@@ -185,36 +192,17 @@ class CaseRunner:
         if self.case.device != "cpu":
             torch.cuda.synchronize()
 
-
-class _WallTimer:
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-
-    def time(self, step: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        step()
-        self._seconds.append(time.perf_counter() - start)
-
-    def seconds(self) -> list[float]:
-        return self._seconds
+    def _mark(self) -> Any:
+        """The present time: on a GPU an event on the device itself, since the host runs ahead, as in real use."""
+        if self.case.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
-class _EventTimer:
-    """Times on the device itself; the host runs ahead, as in real use."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def time(self, step: Callable[[], None]) -> None:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        step()
-        after.record()
-        self._pairs.append((before, after))
-
-    def seconds(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in self._pairs]
+def _seconds_between(before: Any, after: Any) -> float:
+    return float(after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3)
 
 
 def _steps_left(count: int, elapsed: float, iterations: int, seconds: float) -> int:
@@ -237,10 +225,10 @@ def _num_graphs() -> int:
 
 
 def _graph_peak(record: MemoryRecord, peak: int) -> MemoryRecord:
-    """The peak with CUDA graphs, which keep their memory between steps: no event shows what a step uses or saves."""
+    """The parts of a peak with CUDA graphs, which keep their memory between steps: no event shows a step's own use."""
     pool = max(0, peak - record.parts.total)
     parts = dataclasses.replace(record.parts, other=record.parts.other + pool)
-    return MemoryRecord(peak_bytes=peak, saved_bytes=None, parts=parts)
+    return dataclasses.replace(record, saved_bytes=None, parts=parts)
 
 
 def _watched_parameters(model: nn.Module) -> list[str]:

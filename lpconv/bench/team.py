@@ -5,36 +5,25 @@ first process measures, with as many children as torchrun started processes.
 """
 
 import contextlib
-import dataclasses
-import json
 import os
+import pickle
 import selectors
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lpconv.bench.options import Case
-from lpconv.errors import InputError, LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
 _KILLED = -9
 # torchrun's variables for the measuring process do not apply to its children, which have their own ranks.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # By default glibc returns large freed blocks to the system, and every step would fault them in again.
 _KEEP_THE_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-_ERRORS: dict[str, type[LpconvError]] = {
-    e.kind: e for e in (UsageError, InputError, UnsupportedError, ResourceError, PeerLostError)
-}
 _PATIENCE_S = 5.0  # wait for a missing process to end, so that its exit is known
-
-
-class MeasuredProcess(Protocol):
-    """The interface that interleaving needs from a measured process."""
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """Send a command and return the answer."""
 
 
 class Child(contextlib.AbstractContextManager["Child"]):
@@ -50,7 +39,6 @@ class Child(contextlib.AbstractContextManager["Child"]):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            text=True,
             env=_KEEP_THE_HEAP | inherited | {"PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # the parent handles keyboard interrupts
         )
@@ -69,16 +57,19 @@ class Child(contextlib.AbstractContextManager["Child"]):
         """Start a command; `receive` returns its answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `receive` reports the reason
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            pickle.dump((do, arguments), self._process.stdin)
             self._process.stdin.flush()
 
     def receive(self) -> Any:
         """The answer to the last command. Raises the child's error, or ResourceError if the system killed the child."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._death()
-        return result_of(json.loads(line))
+        try:
+            answer = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise self._death() from None
+        if isinstance(answer, LpconvError):
+            raise answer
+        return answer
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call `send`, then `receive`."""
@@ -114,15 +105,6 @@ class Child(contextlib.AbstractContextManager["Child"]):
         self.close()
 
 
-def result_of(answer: dict[str, Any]) -> Any:
-    """The result in an answer. Raises the error in it, if there is one."""
-    if "error" not in answer:
-        return answer["result"]
-    error = answer["error"]
-    kind = _ERRORS.get(error["kind"], LpconvError)
-    raise kind(error["message"], hint=error["hint"], details=error["details"])
-
-
 class Team(contextlib.AbstractContextManager["Team"]):
     """Children that run every command together and give one answer. A context manager that ends them on exit.
 
@@ -146,7 +128,7 @@ class Team(contextlib.AbstractContextManager["Team"]):
         meeting = str(Path(self._folder.name) / "meeting")
         self._command = "prepare"
         for rank, child in enumerate(self._children):
-            child.send("prepare", case=dataclasses.asdict(case), memory_share=share, rank=rank, meeting=meeting)
+            child.send("prepare", case=case, memory_share=share, rank=rank, meeting=meeting)
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Run a command on all children and return the merged answer. Raises the first error."""
@@ -213,7 +195,7 @@ def _slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:
 # How to merge the answers to a command; other commands get the first process's answer.
 _MERGES: dict[str, Callable[[list[Any]], Any]] = {
     "measure": _slowest,
-    "memory": lambda answers: max(answers, key=lambda a: a["peak_bytes"]),
+    "memory": lambda answers: max(answers, key=lambda a: a.peak_bytes),
 }
 
 

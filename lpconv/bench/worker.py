@@ -1,14 +1,15 @@
 """The child process: measures one case, or the machine's peaks, on command.
 
-It reads requests from stdin and writes answers to stdout, as lines of JSON; output of libraries goes to stderr. An
-answer is ``{"result": …}`` or ``{"error": …}``. The process ends when its stdin closes.
+It reads requests from stdin and writes answers or errors to stdout, pickled; output of libraries goes to stderr. The
+process ends when its stdin closes.
 
 Peaks are the best measured speeds of matrix products and copies, because no program reaches the numbers of data sheets.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
+import pickle
 import platform
 import re
 import sys
@@ -22,10 +23,11 @@ import torch
 
 from lpconv.bench.models import join
 from lpconv.bench.options import Case, parse_device
+from lpconv.bench.roofline import Gemm
 from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, first_line, peer_lost, typed_line
 from lpconv.kernels.matmul import matmul
-from lpconv.machine import own_stdout, peak_rss_bytes, read_text
+from lpconv.machine import own_stdout, read_text
 from lpconv.report.numbers import plural
 from lpconv.results import PeakRecord
 from lpconv.version import __version__
@@ -74,16 +76,9 @@ _VERSIONS = ("torch", "transformers", "torchao", "transformer-engine", "torch-op
 
 
 class Worker:
-    """One method per command; holds one case at a time."""
+    """The commands of a process without a case; those with one are the methods of `runner`, which `prepare` makes."""
 
-    def __init__(self) -> None:
-        self._runner: CaseRunner | None = None
-
-    @property
-    def runner(self) -> CaseRunner:
-        """The prepared case."""
-        assert self._runner is not None, "prepare comes first"
-        return self._runner
+    runner: CaseRunner
 
     def look(self, device: str | None, processes: int) -> dict[str, Any]:
         """The device that a run would use (the first of several). Raises UnsupportedError if there is no such GPU."""
@@ -98,54 +93,30 @@ class Worker:
         _check_gpus(chosen, index, processes)
         return {"device": f"cuda:{index}", "index": index, "name": torch.cuda.get_device_name(index)}
 
-    def prepare(self, case: dict[str, Any], memory_share: float, rank: int, meeting: str) -> dict[str, Any]:
-        """Build this process's part of a case, and describe it."""
-        if case["processes"] > 1 and case["device"] != "cpu":
-            case["device"] = f"cuda:{rank}"
-        _use(case["device"], case["threads"], case["processes"])
-        join(Case(**case), rank, meeting)
-        runner = self._runner = CaseRunner(Case(**case), memory_share=memory_share)
-        return {
+    def prepare(
+        self, case: Case, memory_share: float, rank: int, meeting: str
+    ) -> tuple[tuple[Gemm, ...], dict[str, Any]]:
+        """Build this process's part of a case. Returns its linear layers and the fields of its row."""
+        if case.processes > 1 and case.device != "cpu":
+            case = dataclasses.replace(case, device=f"cuda:{rank}")
+        _use(case.device, case.threads, case.processes)
+        join(case, rank, meeting)
+        runner = self.runner = CaseRunner(case, memory_share=memory_share)
+        return runner.gemms, {
             "emulated": runner.emulated,
             "weights": runner.weights,
-            "num_layers": runner.num_layers,
-            "num_parameters": runner.num_parameters,
+            "layers": runner.num_layers,
             "estimate_bytes": runner.estimate_bytes,
             "compile_s": runner.compile_s,
-            "numerics": dataclasses.asdict(runner.numerics),
-            "gemms": [dataclasses.asdict(g) for g in runner.gemms],
-            "device": _device_name(runner.case.device),
+            "numerics": runner.numerics,
+            "device": _device_name(case.device),
             "versions": _versions(),
         }
 
-    def warm_up(self, iterations: int, seconds: float) -> None:
-        """Run steps without recording them."""
-        self.runner.measure(iterations, seconds)
-
-    def measure(self, iterations: int, seconds: float) -> dict[str, Any]:
-        """Step times in seconds, the wall time of a step, and the number of recompiles since the warm-up."""
-        times, wall = self.runner.measure(iterations, seconds)
-        return {"seconds": times, "wall": wall, "recompiles": self.runner.recompiles}
-
-    def spin(self, seconds: float) -> int:
-        """Run steps back to back for `seconds` and return their number."""
-        return self.runner.spin(seconds)
-
-    def memory(self) -> dict[str, Any]:
-        """Memory of one step: the fields of a MemoryRecord."""
-        record = self.runner.memory()
-        reserved = process = None
-        if self.runner.case.device != "cpu":
-            reserved = torch.cuda.max_memory_reserved()
-            free, total = torch.cuda.mem_get_info()
-            process = total - free  # of all processes; only NVML can tell them apart
-        process = process or peak_rss_bytes()
-        return dataclasses.asdict(dataclasses.replace(record, reserved_bytes=reserved, process_bytes=process))
-
-    def peaks(self, device: str, threads: int | None, processes: int) -> dict[str, Any]:
-        """Peak speeds of the device: the fields of a PeakRecord."""
+    def peaks(self, device: str, threads: int | None, processes: int) -> PeakRecord:
+        """Peak speeds of the device."""
         _use(device, threads, processes)
-        return dataclasses.asdict(measure_peaks(device))
+        return measure_peaks(device)
 
 
 def _check_gpus(device: str, index: int, processes: int) -> None:
@@ -195,26 +166,26 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-    """Run one request and return the answer, or the error as an answer."""
-    command: Callable[..., Any] = getattr(worker, request.pop("do"))
+def answer(worker: Worker, do: str, arguments: dict[str, Any]) -> Any:
+    """Run one command of the worker or its runner, and return the answer or the error."""
     try:
-        return {"result": command(**request)}
+        return getattr(worker if hasattr(worker, do) else worker.runner, do)(**arguments)
     except LpconvError as e:
-        return {"error": e.to_dict()}
+        return e
     except torch.OutOfMemoryError as e:
-        error = ResourceError(first_line(e), hint="take a smaller --batch-size or --seq-len, or fewer --layers")
-        return {"error": error.to_dict()}
+        return ResourceError(first_line(e), hint="take a smaller --batch-size or --seq-len, or fewer --layers")
     except Exception as e:  # errors of a model, compiler or peer belong to its row
-        return {"error": (peer_lost(e) or LpconvError(typed_line(e))).to_dict()}
+        return peer_lost(e) or LpconvError(typed_line(e))
 
 
 def main() -> None:
     """Answer requests until stdin closes."""
     answers = own_stdout()
     worker = Worker()
-    for line in sys.stdin:
-        print(json.dumps(answer(worker, json.loads(line))), file=answers)
+    with contextlib.suppress(EOFError):
+        while True:
+            pickle.dump(answer(worker, *pickle.load(sys.stdin.buffer)), answers.buffer)
+            answers.flush()
 
 
 if __name__ == "__main__":

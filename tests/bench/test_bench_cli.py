@@ -17,12 +17,13 @@ from typer.testing import CliRunner, Result
 
 import lpconv.bench.run as bench_run
 from lpconv.bench.options import Case
-from lpconv.bench.rows import TOO_LARGE
+from lpconv.bench.rows import TOO_LARGE, BenchRun
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
 from lpconv.plan.options import ConvertOptions
+from lpconv.results import PeakRecord
 from tests.helpers.bench_in_process import without_processes
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
@@ -50,6 +51,10 @@ def refused(code: int, *args: object) -> str:
     return result.stderr
 
 
+def with_high_peak(*, peaks: PeakRecord, **fields: Any) -> BenchRun:
+    return BenchRun(peaks=replace(peaks, bf16_flops=1e13), **fields)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A training bench of three rows in two launches, and where it was saved.
@@ -58,9 +63,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     """
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     what = ("--format", "bf16,fp8", "--method", "static,row", "--mode", "train", "--batch", "1")
-    peaks = bench_run._peaks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_run, "_peaks", lambda *asked: replace(peaks(*asked), bf16_flops=1e13))
+        patch.setattr(bench_run, "BenchRun", with_high_peak)
         result = run(
             "demo", *what, *QUICK, "--launches", "2", "--json", "--save", path, "--html", path.with_suffix(".html")
         )

@@ -1,6 +1,5 @@
 """Energy and clocks, with an NVML and a clock that do what the test says."""
 
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ class Clock:
         return self.now
 
 
-class Monitor:
+class Monitor(Nvml):
     """Draws `watts` while the clock runs."""
 
     def __init__(self, clock: Clock, watts: float) -> None:
@@ -26,9 +25,6 @@ class Monitor:
 
     def energy_mj(self) -> int:
         return int(1000 * self.watts * self.clock.now)
-
-    def state(self, own_pids: Collection[int]) -> GpuRecord:
-        raise AssertionError("not asked for")
 
 
 def test_energy_is_that_of_the_window_over_its_steps() -> None:

@@ -14,13 +14,14 @@ from lpconv.bench.run import parallel_of
 from lpconv.bench.team import Child, Team, processes_of
 from lpconv.bench.worker import Worker
 from lpconv.errors import LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
+from lpconv.results import MemoryParts, MemoryRecord
 from tests.helpers.bench_records import CPU_PEAKS
 
 
 class Scripted(Child):
     """A child that answers a command with what it was given, raises it where it is an error, and hangs on None."""
 
-    def __init__(self, answer: dict[str, Any] | LpconvError | None) -> None:
+    def __init__(self, answer: dict[str, Any] | MemoryRecord | LpconvError | None) -> None:
         self.answer, self.closed = answer, False
         self.readable, self.writable = os.pipe()
 
@@ -53,7 +54,7 @@ class Ended(Child):
         code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes})); {line}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
         )  # fmt: skip
 
 
@@ -67,7 +68,8 @@ def test_a_step_takes_as_long_as_the_slowest_process() -> None:
 
 
 def test_memory_is_that_of_the_process_that_needs_most() -> None:
-    small, large = {"peak_bytes": 1, "saved_bytes": 9}, {"peak_bytes": 2, "saved_bytes": 1}
+    parts = MemoryParts(weights=1, gradients=0, optimizer=0, activations=0, other=0)
+    small, large = (MemoryRecord(peak_bytes=n, saved_bytes=9 - n, parts=parts) for n in (1, 2))
     with Team([Scripted(small), Scripted(large)]) as team:
         assert team.ask("memory") == large
 

@@ -44,7 +44,6 @@ UNTRIED = {
     "bench/runner.py:": _CLOCK,
     "bench/runner.py: CaseRunner.memory": _ALLOCATOR,
     "bench/worker.py: measure_peaks": _CLOCK,
-    "bench/worker.py: Worker.memory": _ALLOCATOR,
     "bench/worker.py: Worker.prepare": "several GPUs; on CPUs `tests/bench/test_parallel.py`",
     "bench/": "takes a device by name; tests of bench run it on a CPU",
     "storage/source.py:": "refuses pickled tensors that are not on a CPU",

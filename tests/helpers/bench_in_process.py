@@ -1,23 +1,24 @@
 """A bench without child processes: their work is done here when the answer is read."""
 
-import json
 import math
 import os
+import pickle
 from typing import Any
 
 import pytest
 
-from lpconv.bench.team import Child, result_of
+from lpconv.bench.team import Child
 from lpconv.bench.worker import Worker, answer
+from lpconv.errors import LpconvError
 
 __all__ = ["Direct", "without_processes"]
 
 
 class Direct(Child):
-    """Answers like a child process, through JSON."""
+    """Answers like a child process, through pickle."""
 
     def __init__(self) -> None:
-        self._worker, self._asked = Worker(), ""
+        self._worker, self._asked = Worker(), b""
         self._readable, self._writable = os.pipe()
 
     @property
@@ -28,12 +29,15 @@ class Direct(Child):
         return self._readable
 
     def send(self, do: str, **arguments: Any) -> None:
-        self._asked = json.dumps({"do": do, **arguments})
+        self._asked = pickle.dumps((do, arguments))
         os.write(self._writable, b".")
 
     def receive(self) -> Any:
         os.read(self._readable, 1)
-        return result_of(json.loads(json.dumps(answer(self._worker, json.loads(self._asked)))))
+        found = pickle.loads(pickle.dumps(answer(self._worker, *pickle.loads(self._asked))))
+        if isinstance(found, LpconvError):
+            raise found
+        return found
 
     def close(self) -> None:
         for end in (self._readable, self._writable):
