@@ -1,12 +1,13 @@
-"""Run the jobs of a batch on an executor, and make the records of jobs, wherever they run.
+"""Run the jobs of a batch in this process or on an executor, and make their records.
 
 A job starts as soon as the jobs that it needs have finished. This module does not depend on the kind of executor. A
 task whose machine is lost is submitted again and resumes; a task that fails is not.
 """
 
 import dataclasses
+import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,16 +44,6 @@ def job_result(job: BatchJob, status: str, **known: Any) -> JobResult:
         status=status,
         **known,
     )
-
-
-def failed_needs(job: BatchJob, results: Iterable[JobResult]) -> list[str]:
-    """Ids of the jobs that `job` needs and that failed or were not run, according to the results so far."""
-    return [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
-
-
-def job_not_run(job: BatchJob, lacking: Sequence[str]) -> JobResult:
-    """The record of a job that is not run because the jobs `lacking`, which it needs, did not finish."""
-    return job_result(job, NOT_RUN, warnings=(f"it needs {', '.join(lacking)}",))
 
 
 def job_error(error: BaseException) -> JobError:
@@ -146,24 +137,25 @@ class _Step:
     lost: int = 0
 
 
-class Placement:
-    """Placement of the `jobs` of a manifest on an executor.
+class Schedule:
+    """The `jobs` of a manifest, each to run once the jobs that it needs have ended.
 
-    `known` returns the result of a job that is up to date, and raises an error for a job that must not run.
+    `begin` returns the result of a job that is up to date or that it has run, and None for a job that the executor has
+    to run; it raises the error of a job that fails.
     """
 
     def __init__(
         self,
         manifest: Path,
         jobs: Sequence[BatchJob],
-        executor: Executor,
+        executor: Executor | None,
         options: BatchOptions,
         *,
-        known: Callable[[BatchJob], JobResult | None],
+        begin: Callable[[BatchJob], JobResult | None],
         progress: Progress,
         events: BatchEvents,
     ) -> None:
-        self._manifest, self._jobs, self._executor, self._known = manifest, jobs, executor, known
+        self._manifest, self._jobs, self._executor, self._begin_job = manifest, jobs, executor, begin
         self._options, self._progress, self._events = options, progress, events
         self._waiting = list(jobs)
         self._steps: list[_Step] = []  # ready to run
@@ -175,7 +167,8 @@ class Placement:
 
     def run(self) -> tuple[tuple[JobResult, ...], BaseException | None]:
         """Run everything. Returns the results of all jobs in order, and the exception of the last failed job."""
-        _check_needs(self._jobs, self._executor)
+        if self._executor is not None:
+            _check_needs(self._jobs, self._executor)
         try:
             self._begin()
             while self._running:
@@ -184,7 +177,8 @@ class Placement:
                 self._begin()
         except BaseException as e:  # signals too: running tasks are stopped and can be resumed
             self._failure = e
-            self._executor.stop()
+            if self._executor is not None:
+                self._executor.stop()
             for future, step in list(self._running.items()):
                 self._end(step, future)
             self._failure = e
@@ -195,11 +189,10 @@ class Placement:
         return self._failure is not None and stops_batch(self._failure, self._options.keep_going)
 
     def _begin(self) -> None:
-        """Start everything that can start now. A job that is already done may make others ready."""
-        while not self._is_over and (ready := [job for job in self._waiting if self._is_ready(job)]):
-            for job in ready:
-                self._waiting.remove(job)
-                self._prepare(job)
+        """Start everything that can start now, in order. A job that is already done may make others ready."""
+        while not self._is_over and (job := next(filter(self._is_ready, self._waiting), None)) is not None:
+            self._waiting.remove(job)
+            self._prepare(job)
         if not self._is_over:
             self._steps = [step for step in self._steps if not self._place(step)]
 
@@ -208,19 +201,23 @@ class Placement:
         return not any(need == other.id and need not in self._results for need in job.needs for other in self._jobs)
 
     def _prepare(self, job: BatchJob) -> None:
-        """Queue the tasks of a job, or record its result if it is already done or must not run."""
-        lacking = failed_needs(job, [self._results[need] for need in job.needs if need in self._results])
-        if lacking:
-            self._results[job.id] = job_not_run(job, lacking)
+        """Begin a job: record its result if it is done, failed or must not run, and queue its tasks otherwise."""
+        ended = (self._results[need] for need in job.needs if need in self._results)
+        if lacking := [r.id for r in ended if r.status in (FAILED, NOT_RUN)]:
+            self._results[job.id] = job_result(job, NOT_RUN, warnings=(f"it needs {', '.join(lacking)}",))
             return
         self._events.job_started(job, self._jobs.index(job), len(self._jobs))
+        started = time.monotonic()
         try:
-            done = self._known(job)
-        except Exception as e:
-            self._record(job_result(job, FAILED, error=job_error(e)), e)
+            done = self._begin_job(job)
+        except BaseException as e:  # also bugs, which do not stop the other jobs, and signals, which do
+            error, seconds = job_error(e), time.monotonic() - started
+            self._record(job_result(job, FAILED, error=error, seconds=seconds), e)
+            if not isinstance(e, Exception):
+                raise
             return
         if done is not None:
-            self._record(done)
+            self._record(replace(done, seconds=time.monotonic() - started))
         elif job.split > 1:
             self._parts[job.id] = job.split
             self._steps += [
@@ -233,6 +230,7 @@ class Placement:
         given = {"--resume": self._options.resume, "--locked": self._options.locked}
         flags = [flag for flag, is_set in given.items() if is_set]
         arguments = (str(self._manifest), "--only", job.id, "--json", *flags, *more)
+        assert self._executor is not None
         return _Step(
             job=job, task=JobTask(name=job.id + suffix, arguments=arguments, needs=_needs_of(job, self._executor))
         )
@@ -241,6 +239,7 @@ class Placement:
         """Submit a step if a machine has room. Returns whether the step is off the queue."""
         if step.job.id in self._results:  # another part of the job failed
             return True
+        assert self._executor is not None
         if not self._executor.has_room(step.task.needs):
             return False
         self._running[self._executor.submit(step.task)] = step

@@ -1,7 +1,7 @@
-"""Run the jobs of a manifest one after another. The runners are passed in, so this module does not import torch."""
+"""Run the jobs of a manifest. The runners are passed in, so this module does not import torch."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,22 +19,14 @@ from lpconv.batch.lock import (
 )
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
-from lpconv.batch.placed import (
-    BatchEvents,
-    Placement,
-    failed_needs,
-    job_error,
-    job_not_run,
-    job_result,
-    stops_batch,
-)
+from lpconv.batch.placed import BatchEvents, Schedule, job_result, stops_batch
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
 from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
-from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobFindings, JobResult
+from lpconv.results.batch import DONE, PLANNED, UP_TO_DATE, BatchResult, JobFindings, JobResult
 from lpconv.results.documents import fields_from
 
 _ALL_JOBS = BatchOptions()
@@ -89,48 +81,22 @@ def run_batch(
     lock = read_lock(manifest.lock_path) if reads_lock else begin_lock(manifest.lock_path)
     if options.locked:
         check_lockable(manifest, jobs, lock)
-    batch_run = _BatchRun(manifest, lock or Lock(), runners, options, progress or Silent())
-    started = time.monotonic()
-    if executor is None or options.dry_run:
-        results, failure = _run_all(jobs, batch_run.run_job, options.keep_going, events)
-    else:
-        known, progress = batch_run.known_result, batch_run.progress
-        placement = Placement(manifest.path, jobs, executor, options, known=known, progress=progress, events=events)
-        try:
-            results, failure = placement.run()
-        finally:
-            executor.close()
+    progress, started = progress or Silent(), time.monotonic()
+    batch_run = _BatchRun(manifest, lock or Lock(), runners, options, progress)
+    place = None if options.dry_run else executor
+    begin = batch_run.run_job if place is None else batch_run.known_result
+    schedule = Schedule(manifest.path, jobs, place, options, begin=begin, progress=progress, events=events)
+    try:
+        results, failure = schedule.run()
+    finally:
+        if place is not None:
+            place.close()
     seconds = time.monotonic() - started
     batch = BatchResult(manifest=str(manifest.path), dry_run=options.dry_run, seconds=seconds, jobs=results)
     events.batch_finished(batch)
     if failure is None:
         return batch
     raise failure if stops_batch(failure, options.keep_going) else JobsFailedError(batch)
-
-
-def _run_all(
-    jobs: tuple[BatchJob, ...], run_job: Callable[[BatchJob], JobResult], keep_going: bool, events: BatchEvents
-) -> tuple[tuple[JobResult, ...], BaseException | None]:
-    """Run all jobs in order; returns their results and the exception of the last failed job."""
-    results: list[JobResult] = []
-    failure: BaseException | None = None
-    for index, job in enumerate(jobs):
-        if failure is not None and stops_batch(failure, keep_going):
-            results.append(job_result(job, NOT_RUN))
-            continue
-        lacking = failed_needs(job, results)
-        if lacking:
-            results.append(job_not_run(job, lacking))
-            continue
-        events.job_started(job, index, len(jobs))
-        started = time.monotonic()
-        try:
-            result = run_job(job)
-        except BaseException as e:  # also bugs, which do not stop the other jobs, and signals, which do
-            failure, result = e, job_result(job, FAILED, error=job_error(e))
-        results.append(replace(result, seconds=time.monotonic() - started))
-        events.job_finished(results[-1], index, len(jobs))
-    return tuple(results), failure
 
 
 @dataclass
