@@ -23,9 +23,9 @@ class FormSettings:
     """Settings of a conversion that apply to all tensors.
 
     `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
-    of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `calibrated`
-    means that the file also has input scales, `kv_cache` that it has scales of keys and values, and `is_expert` that
-    the weight belongs to one of several experts.
+    of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `inputs`
+    is how readers round inputs, None as usual (`layouts/compressed_config.py`), `kv_cache` means that the file has
+    scales of keys and values, and `is_expert` that the weight belongs to one of several experts.
     """
 
     scale: str = "pow2"
@@ -33,7 +33,7 @@ class FormSettings:
     residual: str = "bf16"
     budget_bits: float = math.inf
     points_max: int = 1
-    calibrated: bool = False
+    inputs: str | None = None
     kv_cache: bool = False
     is_expert: bool = False
 
@@ -44,7 +44,7 @@ class ConvertedFacts:
 
     `config` is the source's, `settings` are method, format, scale and granularity of the conversion, `formats` the
     formats of converted tensors by name, and `ignored` the modules that are not converted, for third-party layouts.
-    `experts` are the weights of single experts. `calibrated` and `kv_cache` are as in `FormSettings`.
+    `experts` are the weights of single experts. `inputs` and `kv_cache` are as in `FormSettings`.
     """
 
     config: Mapping[str, Any]
@@ -52,7 +52,7 @@ class ConvertedFacts:
     formats: Mapping[str, str]
     ignored: Sequence[str]
     experts: Iterable[str] = ()
-    calibrated: bool = False
+    inputs: str | None = None
     kv_cache: bool = False
 
 

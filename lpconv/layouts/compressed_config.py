@@ -16,6 +16,9 @@ from lpconv.layouts.linears import MATCHING_S, expression
 COMPRESSED_TENSORS = "compressed-tensors"
 # Names of a module's input scale: the only one, or the global scale of dynamic group scales.
 INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_scale")
+# How readers round inputs: not at all, with scales of their own, or with scales in the file, which need calibration,
+# either as the only scale or as the global scale of group scales.
+INPUTS = NOT_ROUNDED, DYNAMIC, STATIC = ("none", "dynamic", "static")
 # Number formats that each `format` of a config allows for the codes.
 NUMBERS_OF = {
     "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
@@ -34,8 +37,7 @@ class CompressedPreset:
     """A layout by its name in the package: codes of format `number`, a scale per tile of `grain` (None: one scale).
 
     `format` is the package's name for the layout of the files. `weights` are the settings of weights in the config;
-    `inputs` are the settings of inputs, None if inputs are not quantised. If it `is_calibrated`, the file has an input
-    scale for each module, which calibration on a text determines.
+    `inputs` are the settings of inputs, None if inputs are not quantised.
     """
 
     name: str
@@ -46,9 +48,11 @@ class CompressedPreset:
     inputs: Mapping[str, Any] | None = None
 
     @property
-    def is_calibrated(self) -> bool:
-        """Whether the input scale is known in advance, either alone or as the global scale of group scales."""
-        return input_scale_name(self.inputs) is not None
+    def rounds_inputs(self) -> str:
+        """How readers round inputs, one of `INPUTS`."""
+        if self.inputs is None:
+            return NOT_ROUNDED
+        return DYNAMIC if input_scale_name(self.inputs) is None else STATIC
 
 
 def _args(bits: int, kind: str, strategy: str, **more: object) -> dict[str, Any]:
@@ -74,6 +78,8 @@ _PRESETS = tuple(
         ("MXFP8", "mxfp8-quantized", "e4m3fn", "mx", _args(*_FP8, "group", **_MX),
          {**_args(*_FP8, "group", **_MX), "dynamic": True}),
         ("MXFP4A16", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX), None),
+        ("MXFP4", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX),
+         {**_args(4, "float", "group", **_MX), "dynamic": True}),
         ("NVFP4A16", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4, None),
         ("NVFP4", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4,
          {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
@@ -97,16 +103,18 @@ def cache_scale_name(weight: str) -> str | None:
 _INTEGERS = {"int4": 4, "int8": 8}
 
 
-def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> CompressedPreset | None:
-    """The preset for a format and granularity, or None; with `calibrated` the one with input scales.
+def preset_of(number: str, grain: Grain | None, inputs: str | None = None) -> CompressedPreset | None:
+    """The preset for a format, a granularity and one of `INPUTS`, or None.
 
-    A granularity that does not support the format counts as one scale per tensor.
+    If `inputs` is None, it is the usual preset, the first one that needs no calibration. A granularity that does not
+    support the format counts as one scale per tensor.
     """
     grain = grain if grain is None or not grain.formats or number in grain.formats else None
     if grain is not None and number in _INTEGERS and number in grain.formats:
-        return None if calibrated else _integers(number, grain)
-    key = (number, grain, calibrated)
-    return next((p for p in _PRESETS if (p.number, p.grain, p.is_calibrated) == key), None)
+        return None if inputs not in (None, NOT_ROUNDED) else _integers(number, grain)
+    asked = (NOT_ROUNDED, DYNAMIC) if inputs is None else (inputs,)
+    presets = (p for p in _PRESETS if (p.number, p.grain) == (number, grain))
+    return next((p for p in presets if p.rounds_inputs in asked), None)
 
 
 def _integers(number: str, grain: Grain) -> CompressedPreset:
@@ -133,11 +141,11 @@ def quantization_config(converted: ConvertedFacts) -> dict[str, Any]:
             f"transformers reads all experts in one format, but these have {', '.join(sorted(of_experts))}",
             hint="give all of them the same format with --rule",
         )
-    preset = preset_of(of_experts.pop(), grain, calibrated=converted.calibrated)
+    preset = preset_of(of_experts.pop(), grain, converted.inputs)
     assert preset is not None, "refused"
     others: dict[str, tuple[CompressedPreset, list[str]]] = {}
     for name, number in converted.formats.items():
-        other = preset_of(number, grain, calibrated=converted.calibrated)
+        other = preset_of(number, grain, converted.inputs)
         if other is not None and other != preset:
             others.setdefault(other.name, (other, []))[1].append(name.removesuffix(".weight"))
     parts = ((preset, ["Linear"]), *others.values())  # readers match names before classes

@@ -33,6 +33,7 @@ from lpconv.layouts.compressed_config import (
     INPUT_GLOBAL_SCALE,
     INPUT_SCALE,
     NUMBERS_OF,
+    STATIC,
     cache_scale_name,
     groups_for,
     input_scale_name,
@@ -82,7 +83,7 @@ class _Layout(CodedForm):
         assert isinstance(form, _Layout)
         caches = settings.kv_cache and cache_scale_name(name) is not None
         is_expert = settings.is_expert
-        return replace(form, has_input_scale=settings.calibrated, has_cache_scale=caches, is_expert=is_expert)
+        return replace(form, has_input_scale=settings.inputs == STATIC, has_cache_scale=caches, is_expert=is_expert)
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -90,7 +91,7 @@ class _Layout(CodedForm):
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
-        preset = preset_of(format.name, settings.grain, calibrated=settings.calibrated)
+        preset = preset_of(format.name, settings.grain, settings.inputs)
         if preset is None:
             words = settings.grain.words if settings.grain else "one scale"
             return f"the layout cannot store {format.name} codes with {words}"
@@ -382,6 +383,7 @@ LAYOUT = Layout(
         Scheme("W8A16", "int8", "group:128", 8.125, _VLLM, "8-bit integers; inputs in 16 bits"),
         Scheme("W4A16", "int4", "group:128", 4.125, _TRIED, "4-bit integers; inputs in 16 bits"),
         Scheme("MXFP8", "e4m3fn", "mx", 8.25, _VLLM, "GPUs that multiply MXFP8; inputs in MXFP8"),
+        Scheme("MXFP4", "e2m1", "mx", 4.25, _VLLM, "GPUs that multiply MXFP4; inputs in MXFP4", inputs="dynamic"),
         Scheme("MXFP4A16", "e2m1", "mx", 4.25, _VLLM, "4-bit floats; inputs in 16 bits"),
         Scheme("NVFP4A16", "e2m1", "nvfp4", 4.5, _VLLM, "4-bit floats with finer scales; inputs in 16 bits"),
         Scheme("NVFP4", "e2m1", "nvfp4", 4.5, _VLLM, "GPUs that multiply NVFP4; inputs in NVFP4", calibrated=True),

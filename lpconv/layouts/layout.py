@@ -13,7 +13,8 @@ class Scheme:
     """Values of `ConvertOptions` under one well-known name; "" for those that it leaves open.
 
     `bits` are stored bits per weight including scales, for a matrix of 4096 columns. `opens` lists the readers of the
-    output, and `use` when to choose the scheme. `calibrated`: the input scales need a text (`--calibrate`).
+    output, and `use` when to choose the scheme. `calibrated`: the input scales need a text (`--calibrate`). `inputs`
+    is given where the same weights may also be served with other inputs.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Scheme:
     opens: str
     use: str
     calibrated: bool = False
+    inputs: str = ""
     method: str = ""
     residual: str = ""
     layout: str = ""
@@ -34,7 +36,7 @@ class Scheme:
     @property
     def options(self) -> dict[str, str]:
         """The values by option."""
-        given = {n: getattr(self, n) for n in ("method", "layout", "format", "granularity", "residual")}
+        given = {n: getattr(self, n) for n in ("method", "layout", "format", "granularity", "residual", "inputs")}
         return {n: value for n, value in given.items() if value}
 
 

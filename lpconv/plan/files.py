@@ -54,7 +54,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
-    ignored, calibrated = _kept_modules(plan, formats), plan.options.has_input_scales
+    ignored = _kept_modules(plan, formats)
     experts = () if plan.linears is None else plan.linears.experts
     made = ConvertedFacts(
         config=checkpoint.config,
@@ -62,7 +62,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         formats=formats,
         ignored=ignored,
         experts=experts,
-        calibrated=calibrated,
+        inputs=plan.options.rounds_inputs,
         kv_cache=plan.options.kv_cache is not None,
     )
     config = _without_paths(checkpoint.config) | plan.config_entries(made)

@@ -13,6 +13,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, SPELLINGS, get_format, spellings
 from lpconv.layouts import SCHEMES
+from lpconv.layouts.compressed_config import DYNAMIC, NOT_ROUNDED, STATIC
 from lpconv.lookup import nearest_name
 from lpconv.methods import LPCONV, METHODS
 from lpconv.options import (
@@ -170,6 +171,14 @@ class ConvertOptions:
         _what("Seed for choosing windows of the calibration text, for --rounding gptq and gptaq", default="0"),
     ] = None
     input_scales: Annotated[bool, _what("With --rounding gptq, gptaq or --kv-cache, also store input scales")] = False
+    inputs: Annotated[
+        str | None,
+        _what(
+            "How readers round inputs: none, or dynamic, with scales of their own; for layout compressed-tensors",
+            default="as usual for format and granularity; with --calibrate by the stored scales",
+            choices=(NOT_ROUNDED, DYNAMIC),
+        ),
+    ] = None
     kv_cache: Annotated[
         str | None,
         _what(
@@ -247,6 +256,11 @@ class ConvertOptions:
         """Whether calibration also finds scales of inputs for the files."""
         is_for_inputs = self.rounding == NEAREST and self.kv_cache is None
         return self.calibrate is not None and (is_for_inputs or self.input_scales)
+
+    @property
+    def rounds_inputs(self) -> str | None:
+        """How readers round inputs, None as usual."""
+        return STATIC if self.has_input_scales else self.inputs
 
     @property
     def measures_cache(self) -> bool:

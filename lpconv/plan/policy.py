@@ -75,7 +75,7 @@ def settings_for(options: FilledOptions, linears: LinearModules | None = None, n
     return FormSettings(
         scale=options.scale or "pow2",
         grain=get_grain(options.granularity),
-        calibrated=options.has_input_scales,
+        inputs=options.rounds_inputs,
         kv_cache=options.kv_cache is not None,
         is_expert=linears is not None and name in linears.experts,
         **settings,

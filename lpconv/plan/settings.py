@@ -10,7 +10,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, default_grain, get_grain
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.layouts import LAYOUTS, SCHEMES
-from lpconv.layouts.compressed_config import COMPRESSED_TENSORS, preset_of
+from lpconv.layouts.compressed_config import COMPRESSED_TENSORS, STATIC, preset_of
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
@@ -43,7 +43,8 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
     if options.scheme is None:
         return options
     scheme = find("scheme", options.scheme, SCHEMES)
-    is_calibrated = scheme.calibrated and all(getattr(options, n) in (None, v) for n, v in scheme.options.items())
+    is_whole = all(getattr(options, n) in (None, v) for n, v in scheme.options.items())
+    is_calibrated = scheme.calibrated and is_whole
     if is_calibrated and options.calibrate is None:
         raise UsageError(
             f"--scheme {options.scheme} needs a text to measure input scales on",
@@ -53,6 +54,8 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
     if is_calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)
     open_fields: dict[str, Any] = {n: v for n, v in scheme.options.items() if getattr(options, n) is None}
+    if not is_whole:  # inputs are rounded like those weights
+        open_fields.pop("inputs", None)
     return dataclasses.replace(options, scheme=None, **open_fields)
 
 
@@ -89,8 +92,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
             f"layout `{options.layout}` has no scales of keys and values",
             hint=f"use --layout {COMPRESSED_TENSORS}, or leave --kv-cache out",
         )
-    if options.has_input_scales:
-        _check_calibration(options, fmt.name, grain)
+    _check_inputs(options, fmt.name, grain)
     for pattern in options.patterns:
         check_pattern(pattern)
     return dataclasses.replace(
@@ -111,8 +113,9 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     for name in _OF_FEEDBACK if options.rounding == NEAREST else ():
         if name != "input_scales" or options.kv_cache is None:
             del shaping[name]
-    if options.kv_cache is None:
-        del shaping["kv_cache"]
+    for name in ("kv_cache", "inputs"):
+        if shaping[name] is None:
+            del shaping[name]
     return shaping if text is None else shaping | {"calibrate": Path(text).name}
 
 
@@ -247,13 +250,24 @@ def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) 
     return "; ".join([*parts, f"{layout} holds {held}"] if held else parts)
 
 
-def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:
-    """Raise UsageError unless the layout and format store input scales, as only two combinations do."""
-    if options.layout == COMPRESSED_TENSORS and preset_of(format_name, grain, calibrated=True) is not None:
+def _check_inputs(options: FilledOptions, format_name: str, grain: Grain | None) -> None:
+    """Raise UsageError unless readers of the layout and format can round inputs so.
+
+    Only two combinations store input scales.
+    """
+    is_named = options.layout == COMPRESSED_TENSORS
+    known = preset_of(format_name, grain, options.inputs) if is_named else None
+    if options.inputs is not None and known is None:
+        raise UsageError(
+            f"--inputs {options.inputs}: layout `{options.layout}` has no such scheme for {format_name} with "
+            f"--granularity {options.granularity}",
+            hint="leave --inputs out, or use --scheme MXFP4",
+        )
+    is_static = is_named and options.inputs is None and preset_of(format_name, grain, STATIC) is not None
+    if is_static or not options.has_input_scales:
         return
-    known = preset_of(format_name, grain) if options.layout == COMPRESSED_TENSORS else None
-    if known is not None and known.inputs is not None:
-        words = f"{known.name} scales inputs at run time, so there is nothing to calibrate"
+    if known is not None and (known.inputs is not None or options.inputs is not None):
+        words = f"{known.name} stores no input scales, so there is nothing to calibrate"
         hint = "leave --calibrate out"
     else:
         words = "only NVFP4 and e4m3fn with one scale have input scales, in layout compressed-tensors"

@@ -35,6 +35,7 @@ PRESETS = {
     "FP8_BLOCK": {"granularity": "128x128"},
     "MXFP8": {"granularity": "mx"},
     "MXFP4A16": {"granularity": "mx", "format": "e2m1"},
+    "MXFP4": {"granularity": "mx", "format": "e2m1", "inputs": "dynamic"},
     "NVFP4A16": {"granularity": "nvfp4", "format": "e2m1"},
     "W4A16": {"granularity": "group:32", "format": "int4"},
     "W8A16": {"granularity": "group:128", "format": "int8"},

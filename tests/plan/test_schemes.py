@@ -37,7 +37,7 @@ def test_bits_are_those_of_the_plan(name: str) -> None:
 def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
     options = fill_options(options_of_scheme(name))
     grain = get_grain(options.granularity)
-    preset = preset_of(str(options.format), grain, calibrated=options.calibrate is not None)
+    preset = preset_of(str(options.format), grain, options.rounds_inputs)
     assert preset is not None
     assert preset.name == name
 
@@ -48,6 +48,9 @@ def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
         ConvertOptions(scheme="FP8_DYNAMIC", layout="mlx"),
         ConvertOptions(scheme="FP8_DYNAMIC", method="collage"),
         ConvertOptions(scheme="NVFP4"),
+        ConvertOptions(scheme="FP8_DYNAMIC", inputs="none"),
+        ConvertOptions(scheme="MXFP4", calibrate="demo"),
+        ConvertOptions(format="e2m1", inputs="dynamic"),
         ConvertOptions(scheme="NVFP5"),
     ],
 )
@@ -67,6 +70,7 @@ def test_contradictions_are_refused(options: ConvertOptions) -> None:
         ("COLLAGE", {"residual": "int8"}),
         ("FP8", {"granularity": "row"}),  # now without input scales, so without a text, too
         ("FP8", {"layout": "lpconv"}),
+        ("MXFP4", {"inputs": "none"}),
     ],
 )
 def test_an_option_replaces_what_the_scheme_would_set(scheme: str, given: dict[str, str]) -> None:
@@ -75,7 +79,7 @@ def test_an_option_replaces_what_the_scheme_would_set(scheme: str, given: dict[s
     assert {name: getattr(filled, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("MXFP4", "MXFP4A16"), ("w4a61", "W4A16"), ("FP8_DYN", "FP8_DYNAMIC")])
+@pytest.mark.parametrize(("typed", "meant"), [("MXFP4A61", "MXFP4A16"), ("w4a61", "W4A16"), ("FP8_DYN", "FP8_DYNAMIC")])
 def test_an_unknown_scheme_gets_the_one_that_was_meant(typed: str, meant: str) -> None:
     with pytest.raises(UsageError) as raised:
         with_scheme(ConvertOptions(scheme=typed))
