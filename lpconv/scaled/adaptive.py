@@ -13,7 +13,7 @@ device; nothing is read from it.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -161,32 +161,18 @@ def _unscale(grad: Tensor) -> Tensor:
 
 def loss_scales(model: nn.Module) -> dict[str, tuple[float, float]]:
     """For each adaptive layer, the cumulative loss scale that reached it in the last backward pass, and its α."""
-    states = {n: m.adaptive for n, m in model.named_modules() if isinstance(getattr(m, "adaptive", None), LayerState)}
     return {
         name: (1 / float(state.scale), float(state.factor))
-        for name, state in states.items()
-        if isinstance(state, LayerState) and state.factor is not None
+        for name, module in model.named_modules()
+        if isinstance(state := getattr(module, "adaptive", None), LayerState) and state.factor is not None
     }
 
 
-class _Product(Protocol):
-    """The forward product of a layer's input and weight, and its derivatives."""
+class _Matmul:
+    """x·Wᵀ + b for 2-D x, and its derivatives; W is (N_out, N_in)."""
 
     def num_terms(self, weight: Tensor) -> int:
         """Number of products in the sum of each element of the input's gradient."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
-
-    def parameter_gradients(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the weight and of a bias."""
-
-
-class _Matmul:
-    """x·Wᵀ + b for 2-D x; W is (N_out, N_in)."""
-
-    def num_terms(self, weight: Tensor) -> int:
         return weight.shape[0]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -196,11 +182,12 @@ class _Matmul:
         return product(_PLAIN, grad, weight)
 
     def parameter_gradients(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the weight and of a bias."""
         return grad.t() @ x, grad.sum(0)
 
 
 class _Convolution(NamedTuple):
-    """Convolution of (batch, N_in, positions…) with W of shape (N_out, N_in / groups, kernel…)."""
+    """Like `_Matmul` for a convolution of (batch, N_in, positions…) with W (N_out, N_in / groups, kernel…)."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -229,6 +216,9 @@ class _Convolution(NamedTuple):
         op, sizes = aten.convolution_backward.default, [weight.shape[0]]
         grads: tuple[Tensor, ...] = at_half(op, grad, x, weight, sizes, *self._settings(), mask)
         return grads
+
+
+_Product: TypeAlias = _Matmul | _Convolution
 
 
 class _Adaptive(torch.autograd.Function):
@@ -290,7 +280,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState)
 
 
 class _Convolving:
-    """torch's convolutions without their call of `F.conv…d`; padding is as in torch."""
+    """torch's convolutions, but with `_Adaptive` in place of `F.conv…d`; padding is as in torch."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, padding = input.to(self.adaptive.dtype), self.padding
@@ -303,24 +293,10 @@ class _Convolving:
         return out if is_batch else out[0]
 
 
-class _AdaptiveConv1d(_Convolving, nn.Conv1d):
-    """`nn.Conv1d` whose backward pass scales the input's gradient."""
-
-
-class _AdaptiveConv2d(_Convolving, nn.Conv2d):
-    """`nn.Conv2d` whose backward pass scales the input's gradient."""
-
-
-class _AdaptiveConv3d(_Convolving, nn.Conv3d):
-    """`nn.Conv3d` whose backward pass scales the input's gradient."""
-
-
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _AdaptiveLinear,
     Conv1D: _AdaptiveConv1D,
-    nn.Conv1d: _AdaptiveConv1d,
-    nn.Conv2d: _AdaptiveConv2d,
-    nn.Conv3d: _AdaptiveConv3d,
+    **{base: type(f"Adaptive{base.__name__}", (_Convolving, base), {}) for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
 }
 
 
