@@ -23,15 +23,8 @@ from lpconv.optim.rules import RULES
 from lpconv.optim.storage import Parts, Storage, new_parts
 from lpconv.shards import local
 
-_COMPANION_NAMES = {
-    Storage.PAIR: "residual",
-    Storage.FP8_BF16: "residual",
-    Storage.FP8_FP8: "residual",
-    Storage.INT8: "residual",
-    Storage.KAHAN: "compensation",
-    Storage.MASTER: "master",
-    Storage.FP8_MASTER: "master",
-}
+_COMPANION_NAMES = dict.fromkeys((s for s in Storage if s.companion is not None), "residual")
+_COMPANION_NAMES |= {Storage.KAHAN: "compensation", Storage.MASTER: "master", Storage.FP8_MASTER: "master"}
 HOST_ENTRIES = {"step": (), "ratio_scale": (2,)}  # shapes of fp32 entries that are read on the host
 Scratch: TypeAlias = dict[tuple[str, torch.dtype, torch.device], Tensor]  # reused by all batches of an optimizer
 
@@ -46,14 +39,10 @@ def _state_names(rule: str, storages: tuple[Storage, ...]) -> tuple[tuple[str, .
     return weight, *(_moment_names(n, s) for n, s in zip(RULES[rule].moments, storages[1:], strict=True))
 
 
-def host_names(rule: str) -> list[str]:
-    """The entries of `HOST_ENTRIES` that the state of a rule has."""
-    return [name for name in HOST_ENTRIES if name == "step" or rule == "adamw-ratio"]
-
-
 def new_state(p: Tensor, rule: str, storages: tuple[Storage, ...]) -> dict[str, Tensor]:
     """Initial state: step 0, zero moments, and the weight's companion; device, shape and placement as `p`."""
-    state = {name: torch.zeros(HOST_ENTRIES[name], dtype=torch.float32) for name in host_names(rule)}
+    host = HOST_ENTRIES if rule == "adamw-ratio" else ("step",)
+    state = {name: torch.zeros(HOST_ENTRIES[name], dtype=torch.float32) for name in host}
     weight, *moments = _state_names(rule, storages)
     state |= zip(weight, new_parts(storages[0], p.detach())[1:], strict=True)
     for names, storage in zip(moments, storages[1:], strict=True):
@@ -69,14 +58,8 @@ def parts_of(p: Tensor, state: Mapping[str, Tensor], rule: str, storages: tuple[
 
 def check_state(p: Tensor, state: Mapping[str, Any], rule: str, storages: tuple[Storage, ...]) -> None:
     """Raise InputError unless the state has the entries, dtypes and shapes of these storages of `p`."""
-    weight, *moments = _state_names(rule, storages)
-    expected: dict[str, torch.dtype | None] = dict.fromkeys(weight, storages[0].companion)
-    for names, storage in zip(moments, storages[1:], strict=True):
-        # A moment without a companion has one name.
-        expected.update(zip(names, (storage.dtype, storage.companion), strict=False))
-    needed: dict[str, Any] = {name: (torch.float32, HOST_ENTRIES[name]) for name in host_names(rule)}
-    needed |= {name: (dtype, tuple(p.shape)) for name, dtype in expected.items()}
-    found = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
+    empty = new_state(torch.empty(p.shape, dtype=p.dtype, device="meta"), rule, storages)
+    needed, found = ({name: (x.dtype, tuple(x.shape)) for name, x in entries.items()} for entries in (empty, state))
     if found != needed:
         raise InputError(
             f"the saved optimizer state does not fit: it contains {found}",
