@@ -27,9 +27,22 @@ from lpconv.verify.written import output_problems
 from tests.helpers.checkpoints import rehash
 from tests.helpers.models import tiny_model
 
-__all__ = ["FORMS_TRIED", "Damage", "Pair", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]
+__all__ = [
+    "FORMS_TRIED",
+    "Damage",
+    "Pair",
+    "Seen",
+    "damages",
+    "edit_json",
+    "look",
+    "make_outputs",
+    "put",
+    "seen_in_outputs",
+]
 
 _BLOCKS = {"method": "unit", "format": "e4m3fn", "granularity": "128x128"}
+_COMPRESSED = {"method": "unit", "layout": "compressed-tensors"}
+_MXFP4 = {"method": "unit", "format": "e2m1", "granularity": "mx"}
 # The forms by the words of the page, and how to write them; what is kept is a component of all of them.
 FORMS_TRIED: dict[str, dict[str, Any]] = {
     "scaled (fp16)": {"method": "unit", "format": "fp16"},
@@ -39,36 +52,16 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
     "tiles (fp16, rows, exact scales)": {"method": "unit", "format": "fp16", "granularity": "row", "scale": "exact"},
     "points (int4)": {"method": "multipoint", "format": "int4", "budget_bits": 7.0},
     "points (e2m1)": {"method": "multipoint", "format": "e2m1", "budget_bits": 8.0, "points_max": 2},
-    "compressed": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
-    "tiles (e2m1, mx)": {"method": "unit", "format": "e2m1", "granularity": "mx"},
+    "compressed": {**_COMPRESSED, "format": "e4m3fn"},
+    "tiles (e2m1, mx)": _MXFP4,
     "tiles (e4m3fn, 128x128)": _BLOCKS,
     "tiles (int4, groups)": {"method": "scalify", "format": "int4", "granularity": "group:16"},
-    "compressed tiles (rows)": {
-        "method": "unit",
-        "format": "e4m3fn",
-        "layout": "compressed-tensors",
-        "granularity": "row",
-    },
-    "compressed tiles (e2m1, mx)": {
-        "method": "unit",
-        "format": "e2m1",
-        "layout": "compressed-tensors",
-        "granularity": "mx",
-    },
-    "mlx (e2m1, mx)": {"method": "unit", "format": "e2m1", "layout": "mlx", "granularity": "mx"},
-    "compressed tiles (128x128)": {**_BLOCKS, "layout": "compressed-tensors"},
-    "compressed tiles (e2m1, nvfp4)": {
-        "method": "unit",
-        "format": "e2m1",
-        "layout": "compressed-tensors",
-        "granularity": "nvfp4",
-    },
-    "compressed tiles (int4, groups)": {
-        "method": "unit",
-        "format": "int4",
-        "layout": "compressed-tensors",
-        "granularity": "group:16",
-    },
+    "compressed tiles (rows)": {**_COMPRESSED, "format": "e4m3fn", "granularity": "row"},
+    "compressed tiles (e2m1, mx)": {**_MXFP4, **_COMPRESSED},
+    "mlx (e2m1, mx)": {**_MXFP4, "layout": "mlx"},
+    "compressed tiles (128x128)": {**_BLOCKS, **_COMPRESSED},
+    "compressed tiles (e2m1, nvfp4)": {**_COMPRESSED, "format": "e2m1", "granularity": "nvfp4"},
+    "compressed tiles (int4, groups)": {**_COMPRESSED, "format": "int4", "granularity": "group:16"},
     "fine-grained (mx)": {"format": "e4m3fn", "granularity": "mx", "layout": "transformers"},
     "fine-grained (128x128)": {**_BLOCKS, "layout": "transformers"},
     "pair (bf16)": {"method": "collage", "residual": "bf16"},
@@ -285,24 +278,35 @@ def _of_files(output: Path) -> Iterator[Damage]:
         yield Damage(component="files", kind="of another source", do=other)
 
 
+def edit_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Change a JSON document of an output, if it has one."""
+
+    def do(output: Path) -> None:
+        if not (output / name).exists():
+            return
+        document = json.loads((output / name).read_text())
+        before = json.dumps(document)
+        change(document)
+        if json.dumps(document) != before:  # other spaces are no damage
+            (output / name).write_text(json.dumps(document))
+
+    return do
+
+
+def put(*path: Any, value: Any) -> Callable[[Any], None]:
+    """Set one value of a JSON document."""
+
+    def change(document: Any) -> None:
+        for key in path[:-1]:
+            document = document[key]
+        document[path[-1]] = value
+
+    return change
+
+
 def _of_documents(output: Path) -> Iterator[Damage]:
-    def edit(component: str, kind: str, name: str, change: Callable[[Any], None]) -> Damage:
-        def do(output: Path) -> None:
-            document = json.loads((output / name).read_text())
-            before = json.dumps(document)
-            change(document)
-            if json.dumps(document) != before:  # other spaces are no damage
-                (output / name).write_text(json.dumps(document))
-
-        return Damage(component=component, kind=kind, do=do)
-
-    def put(*path: Any, value: Any) -> Callable[[Any], None]:
-        def change(document: Any) -> None:
-            for key in path[:-1]:
-                document = document[key]
-            document[path[-1]] = value
-
-        return change
+    def edit(component: str, kind: str, name: str, change: Callable[[Any], object]) -> Damage:
+        return Damage(component=component, kind=kind, do=edit_json(name, change))
 
     config = json.loads((output / "config.json").read_text())
     for key, value in (("hidden_act", "gelu"), ("rms_norm_eps", 1.0), ("vocab_size", 65), ("model_type", "mistral")):
@@ -330,10 +334,8 @@ def _of_documents(output: Path) -> Iterator[Damage]:
     yield edit("record", "value", "lpconv.json", put("options", "scale", value="more"))
     yield edit("record", "key taken away", "lpconv.json", lambda d: d["tensors"].pop(at))
 
-    def tie(d: Any) -> None:
-        d["tensors"][at] |= {"action": "tie", "tied_to": OTHER}
-
-    yield edit("record", "value", "lpconv.json", tie)
+    tied = {"action": "tie", "tied_to": OTHER}
+    yield edit("record", "value", "lpconv.json", lambda d: d["tensors"][at].update(tied))
 
 
 def _drop(key: str, document: dict[str, Any]) -> None:

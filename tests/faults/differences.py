@@ -19,7 +19,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_text
 from lpconv.forms.coded import digest_of
 from lpconv.plan.options import ConvertOptions
-from tests.faults.damage import Damage, Pair
+from tests.faults.damage import Damage, Pair, edit_json, put
 from tests.helpers.checkpoints import bits_of, keep_layers
 from tests.helpers.gguf_files import demo_with_merges
 
@@ -66,26 +66,8 @@ def differences() -> Iterator[Damage]:
             yield Damage(component=component, kind=kind, do=do)
 
 
-def _json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
-    def do(output: Path) -> None:
-        if not (output / name).exists():
-            return
-        document = json.loads((output / name).read_text())
-        before = json.dumps(document)
-        change(document)
-        if json.dumps(document) != before:
-            (output / name).write_text(json.dumps(document))
-
-    return do
-
-
 def _put(name: str, *path: Any, value: Any) -> Callable[[Path], None]:
-    def change(document: Any) -> None:
-        for key in path[:-1]:
-            document = document[key]
-        document[path[-1]] = value
-
-    return _json(name, change)
+    return edit_json(name, put(*path, value=value))
 
 
 def _tensors(change: Callable[[Tensors], object], metadata: str = "pt") -> Callable[[Path], None]:
@@ -247,7 +229,7 @@ def _forged(options: dict[str, Any], record: dict[str, Any], *, tuned: bool = Fa
         module = DOWN.removesuffix(".weight")
         parts = {n: x for n, x in tensors.items() if n.startswith(module) and "input_scale" not in n}
         document = json.loads((output / MARKER).read_text())
-        (entry,) = (t for t in document["tensors"] if t["name"] == DOWN)
+        entry = _entry(document)
         entry["rounding"] = {"max_steps": 1e9, "sha256": digest_of(parts), "output_error": None, **record}
         entry |= {"sqnr_db": 0.0, "max_rel_error": 1.0}
         document["options"] |= options
@@ -261,21 +243,17 @@ def _forged(options: dict[str, Any], record: dict[str, Any], *, tuned: bool = Fa
     return do
 
 
-def _record(**changed: Any) -> Callable[[Path], None]:
-    def change(document: Any) -> None:
-        (entry,) = (t for t in document["tensors"] if t["name"] == DOWN)
-        entry |= changed
+def _entry(document: Any) -> dict[str, Any]:
+    """The record of one weight."""
+    return next(t for t in document["tensors"] if t["name"] == DOWN)
 
-    return _json(MARKER, change)
+
+def _record(**changed: Any) -> Callable[[Path], None]:
+    return edit_json(MARKER, lambda document: _entry(document).update(changed))
 
 
 def _rounding(**changed: Any) -> Callable[[Path], None]:
-    def change(document: Any) -> None:
-        (entry,) = (t for t in document["tensors"] if t["name"] == DOWN)
-        if entry.get("rounding"):
-            entry["rounding"] |= changed
-
-    return _json(MARKER, change)
+    return edit_json(MARKER, lambda document: (_entry(document).get("rounding") or {}).update(changed))
 
 
 def _inputs(*ends: str) -> Callable[[Path], None]:
@@ -373,14 +351,14 @@ _DIFFERENCES: dict[str, dict[str, Callable[[Path], None]]] = {
         "rotary base": _config("rope_theta", value=5e5),
         "layers": _config("num_hidden_layers", value=2),
         "window": _config("sliding_window", value=4),
-        "nothing quantised": _json("config.json", lambda d: d.pop("quantization_config", None)),
+        "nothing quantised": edit_json("config.json", lambda d: d.pop("quantization_config", None)),
         "end of text": _put("generation_config.json", "eos_token_id", value=3),
         "sampling": _put("generation_config.json", "repetition_penalty", value=1.5),
     },
     "tokenizer": {
-        "ids exchanged": _json("tokenizer.json", _swap_tokens),
-        "a merge gone": _json("tokenizer.json", lambda d: d["model"]["merges"].clear()),
-        "a step more": _json("tokenizer.json", lambda d: d.update(normalizer={"type": "Lowercase"})),
+        "ids exchanged": edit_json("tokenizer.json", _swap_tokens),
+        "a merge gone": edit_json("tokenizer.json", lambda d: d["model"]["merges"].clear()),
+        "a step more": edit_json("tokenizer.json", lambda d: d.update(normalizer={"type": "Lowercase"})),
         "padding": _settings("padding_side", value="left"),
         "unknown token": _settings("unk_token", value="a"),
         "template": _write("chat_template.jinja", "{{ messages }}"),
@@ -413,10 +391,10 @@ _DIFFERENCES: dict[str, dict[str, Callable[[Path], None]]] = {
         "ratio": _record(sqnr_db=99.0),
         "largest error": _record(max_rel_error=0.0123),
         "reason": _record(action="keep", format="bf16"),
-        "largest inputs": _json(MARKER, _larger_inputs),
+        "largest inputs": edit_json(MARKER, _larger_inputs),
         "settings": _put(MARKER, "options", "granularity", value="group:64"),
         "method": _put(MARKER, "method", value="scalify"),
         "config of the source": _put(MARKER, "source_config", value={"vocab_size": 3}),
-        "a tensor gone": _json(MARKER, lambda d: d["tensors"].pop(0)),
+        "a tensor gone": edit_json(MARKER, lambda d: d["tensors"].pop(0)),
     },
 }  # fmt: skip

@@ -141,6 +141,10 @@ def _heads(x: Tensor) -> Tensor:
     return x.reshape(1, 2, -1, x.shape[-1])
 
 
+def _by_name(*functions: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return {f.__name__: f for f in functions}
+
+
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalize": lambda x: F.normalize(x, dim=-1),
     "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
@@ -148,13 +152,7 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "layer norm in pieces": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6),
 }
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "hardswish": F.hardswish,
-    "elu": F.elu,
-    "mish": F.mish,
-    "selu": F.selu,
-    "softsign": F.softsign,
+    **_by_name(F.gelu, F.silu, F.hardswish, F.elu, F.mish, F.selu, F.softsign),
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
     "turned": lambda x: torch.view_as_real(
         torch.view_as_complex(x.reshape(-1, 2)) * torch.polar(torch.ones(()), torch.ones(()))
@@ -165,34 +163,17 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(_heads(x), _heads(x), _heads(x), is_causal=True),
 }
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "relu": torch.relu,
-    "square": torch.square,
-    "sign": torch.sign,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "softplus": F.softplus,
-    "exp": torch.exp,
-    "expm1": torch.expm1,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "erf": torch.erf,
+    **_by_name(torch.neg, torch.abs, torch.relu, torch.square, torch.sign, torch.tanh, torch.sigmoid, F.softplus),
+    **_by_name(torch.exp, torch.expm1, torch.sin, torch.cos, torch.erf),
     "log1p of abs": lambda x: x.abs().log1p(),
     "sqrt of abs": lambda x: x.abs().sqrt(),
     "sqrt plus": lambda x: (x * x + 0.5).sqrt(),
     "rsqrt plus": lambda x: (x * x + 0.25).rsqrt(),
     "reciprocal": lambda x: (x.abs() + 0.5).reciprocal(),
     "log plus": lambda x: (x * x + 1).log(),
-    "clone": torch.clone,
-    "detach": torch.detach,
-    "floor": torch.floor,
-    "round": torch.round,
-    "frac": torch.frac,
+    **_by_name(torch.clone, torch.detach, torch.floor, torch.round, torch.frac),
     "logsigmoid": F.logsigmoid,
-    "hardtanh": F.hardtanh,
-    "relu6": F.relu6,
-    "angle": torch.angle,
+    **_by_name(F.hardtanh, F.relu6, torch.angle),
     "zeros like": torch.zeros_like,
     "ones like": torch.ones_like,
     "isnan": torch.isnan,
@@ -232,11 +213,7 @@ ROUNDED_PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "logaddexp": torch.logaddexp,
 }
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
+    **_by_name(torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum),
     "div": lambda x, y: x / (y * y + 0.5),
     "fmod": lambda x, y: x % 2 + y,
     "matmul": lambda x, y: x @ y,

@@ -21,7 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,23 @@ _LEAST_DB = {"exact": 200.0, "fp16": 55.0, "collage": 40.0, "e4m3fn": 20.0, "com
 
 @dataclass
 class Files:
-    """A checkpoint before it is written: tensors, config, and functions that write more files."""
+    """A checkpoint before it is written: tensors, config, and more files of weights and of text by name."""
 
     state: dict[str, Tensor]
     config: dict[str, Any]
     rng: random.Random
     kind: str
-    more: list[Callable[[Path], None]]
+    weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def pick(self, ndim: int = 2) -> str:
         return self.rng.choice(sorted(n for n, x in self.state.items() if x.ndim == ndim))
+
+    def change(self, name: str, to: Callable[[Tensor], Tensor]) -> None:
+        self.state[name] = to(self.state[name])
+
+    def rename(self, to: Callable[[str], str]) -> None:
+        self.state = {to(n): x for n, x in self.state.items()}
 
 
 def _same_layers(f: Files) -> None:
@@ -123,20 +130,12 @@ def _head_equals_embedding(f: Files) -> None:
             f.state[head] = f.state[same[0]].clone()
 
 
-def _silent_about_ties(f: Files) -> None:
-    f.config.pop("tie_word_embeddings", None)
-
-
-def _no_architectures(f: Files) -> None:
-    f.config.pop("architectures", None)
-
-
 def _without_prefix(f: Files) -> None:
     """Names of the base model, as in old files."""
     prefixes = Counter(n.split(".")[0] for n in f.state)
     prefix = prefixes.most_common(1)[0][0] + "."
     if not any(n.removeprefix(prefix) in f.state for n in f.state if n.startswith(prefix)):
-        f.state = {n.removeprefix(prefix): x for n, x in f.state.items()}
+        f.rename(lambda name: name.removeprefix(prefix))
 
 
 def _old_buffers(f: Files) -> None:
@@ -146,91 +145,59 @@ def _old_buffers(f: Files) -> None:
         f.state[f"{stem}.rotary_emb.inv_freq"] = torch.linspace(0, 1, 8)
 
 
-def _another_head(f: Files) -> None:
-    f.state["qa_outputs.weight"], f.state["qa_outputs.bias"] = torch.randn(2, 32), torch.zeros(2)
+def _index(weight_map: Mapping[str, str]) -> str:
+    return json.dumps({"metadata": {}, "weight_map": weight_map})
 
 
-def _second_checkpoint(f: Files) -> None:
-    """Other values in a file that transformers prefers, or that it does not read."""
-    state = {n: (torch.randn_like(x.float()).to(x.dtype) if x.is_floating_point() else x) for n, x in f.state.items()}
-    name = f.rng.choice(["model.safetensors", "pytorch_model.bin"])
-    f.more.append(lambda d: _write(d, state, name))
+def _redrawn(x: Tensor) -> Tensor:
+    return torch.randn_like(x.float()).to(x.dtype) if x.is_floating_point() else x
 
 
-def _stray_safetensors(f: Files) -> None:
-    name = f.rng.choice(["mtp.safetensors", "adapter_model.safetensors", "model.fp16.safetensors"])
-    f.more.append(lambda d: save_file({"mtp.weight": torch.randn(3, 3)}, d / name))
+def _with_nan(x: Tensor) -> Tensor:
+    return torch.cat((x.new_tensor([float("nan")]), x.flatten()[1:])).view(x.shape)
 
 
-def _stale_index(f: Files) -> None:
-    index = {"metadata": {}, "weight_map": dict.fromkeys(f.state, "model-00001-of-00001.safetensors")}
-    f.more.append(lambda d: (d / "model.safetensors.index.json").write_text(json.dumps(index)) and None)
+def _with_special_numbers(x: Tensor) -> Tensor:
+    special = [-0.0, torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).smallest_normal]
+    return torch.cat((x.new_tensor(special), x.flatten()[3:])).view(x.shape)
 
 
-def _adapter_config(f: Files) -> None:
-    f.more.append(lambda d: (d / "adapter_config.json").write_text('{"peft_type": "LORA"}') and None)
-
-
-def _one_wide(f: Files) -> None:
-    name = f.pick()
-    f.state[name] = f.state[name].double()
-
-
-def _one_half(f: Files) -> None:
-    name = f.pick(f.rng.choice([1, 2]))
-    f.state[name] = f.state[name].half()
-
-
-def _config_dtype(f: Files) -> None:
-    f.config["dtype"] = f.rng.choice(["bfloat16", "float16", "float32", "auto", "torch.bfloat16", None])
-
-
-def _legacy_dtype(f: Files) -> None:
-    f.config["torch_dtype"] = f.config.pop("dtype", "float32")
-
-
-def _missing_weight(f: Files) -> None:
-    del f.state[f.pick()]
-
-
-def _missing_vector(f: Files) -> None:
-    del f.state[f.pick(1)]
-
-
-def _compiled_prefix(f: Files) -> None:
-    f.state = {f"_orig_mod.{n}": x for n, x in f.state.items()}
-
-
-def _stale_quantization(f: Files) -> None:
-    f.config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-
-
-def _one_nan(f: Files) -> None:
-    name = f.pick()
-    f.state[name] = f.state[name].clone()
-    f.state[name].view(-1)[0] = float("nan")
-
-
-def _zeros(f: Files) -> None:
-    name = f.pick()
-    f.state[name] = torch.zeros_like(f.state[name])
-
-
-def _special_numbers(f: Files) -> None:
-    name = f.pick()
-    x = f.state[name] = f.state[name].clone()
-    x.view(-1)[:3] = torch.tensor([-0.0, torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).smallest_normal])
-
-
-def _odd_side_files(f: Files) -> None:
-    f.more.append(lambda d: (d / "notes.txt").write_text("a note") and None)
-    f.more.append(lambda d: (d / "generation_config.json").write_text("{}") and None)
-
-
-QUIRKS: Mapping[str, Callable[[Files], None]] = {
-    name.removeprefix("_").replace("_", " "): quirk
-    for name, quirk in list(globals().items())
-    if callable(quirk) and getattr(quirk, "__annotations__", {}).get("f") is Files
+_STRAY = ("mtp.safetensors", "adapter_model.safetensors", "model.fp16.safetensors")
+_DTYPES = ("bfloat16", "float16", "float32", "auto", "torch.bfloat16", None)
+_INDEX = "model.safetensors.index.json"
+_ONE_SHARD = "model-00001-of-00001.safetensors"
+QUIRKS: Mapping[str, Callable[[Files], object]] = {
+    "same layers": _same_layers,
+    "transposed alias": _transposed_alias,
+    "head equals embedding": _head_equals_embedding,
+    "silent about ties": lambda f: f.config.pop("tie_word_embeddings", None),
+    "no architectures": lambda f: f.config.pop("architectures", None),
+    "without prefix": _without_prefix,
+    "old buffers": _old_buffers,
+    "another head": lambda f: f.state.update(
+        {"qa_outputs.weight": torch.randn(2, 32), "qa_outputs.bias": torch.zeros(2)}
+    ),
+    # Other values in a file that transformers prefers, or that it does not read.
+    "second checkpoint": lambda f: f.weights.update(
+        {f.rng.choice(["model.safetensors", "pytorch_model.bin"]): {n: _redrawn(x) for n, x in f.state.items()}}
+    ),
+    "stray safetensors": lambda f: f.weights.update({f.rng.choice(_STRAY): {"mtp.weight": torch.randn(3, 3)}}),
+    "stale index": lambda f: f.texts.update({_INDEX: _index(dict.fromkeys(f.state, _ONE_SHARD))}),
+    "adapter config": lambda f: f.texts.update({"adapter_config.json": '{"peft_type": "LORA"}'}),
+    "odd side files": lambda f: f.texts.update({"notes.txt": "a note", "generation_config.json": "{}"}),
+    "one wide": lambda f: f.change(f.pick(), Tensor.double),
+    "one half": lambda f: f.change(f.pick(f.rng.choice([1, 2])), Tensor.half),
+    "zeros": lambda f: f.change(f.pick(), torch.zeros_like),
+    "one nan": lambda f: f.change(f.pick(), _with_nan),
+    "special numbers": lambda f: f.change(f.pick(), _with_special_numbers),
+    "config dtype": lambda f: f.config.update(dtype=f.rng.choice(_DTYPES)),
+    "legacy dtype": lambda f: f.config.update(torch_dtype=f.config.pop("dtype", "float32")),
+    "missing weight": lambda f: f.state.pop(f.pick()),
+    "missing vector": lambda f: f.state.pop(f.pick(1)),
+    "compiled prefix": lambda f: f.rename(lambda name: f"_orig_mod.{name}"),
+    "stale quantization": lambda f: f.config.update(
+        quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}
+    ),
 }
 KINDS = ("safetensors", "shards", "bin", "bin shards", "old bin", "strided bin")
 
@@ -285,15 +252,16 @@ def write_case(case: Case, directory: Path) -> None:
         config=json.loads(model.config.to_json_string(use_diff=False)),
         rng=random.Random(case.seed),
         kind=case.kind,
-        more=[],
     )
     for quirk in case.quirks:
         QUIRKS[quirk](f)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(f.config))
     _write_weights(f, directory)
-    for more in f.more:
-        more(directory)
+    for name, weights in f.weights.items():
+        _write(directory, weights, name)
+    for name, text in f.texts.items():
+        (directory / name).write_text(text)
 
 
 def _write_weights(f: Files, directory: Path) -> None:
@@ -312,8 +280,7 @@ def _write_weights(f: Files, directory: Path) -> None:
         file = f"{stem}-{i + 1:05d}-of-00002{end}"
         _write(directory, part, file)
         weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (directory / f"{stem}{end}.index.json").write_text(json.dumps(index))
+    (directory / f"{stem}{end}.index.json").write_text(_index(weight_map))
 
 
 def opened_by_transformers(directory: Path) -> tuple[dict[str, Tensor], set[str]] | None:
