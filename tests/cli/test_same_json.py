@@ -1,9 +1,10 @@
 """Every command says under `--json` what it always said of the demo: the keys, and the values that no machine changes.
 
 `golden_json.txt` holds them; `LPCONV_GOLDEN=write pytest tests/cli/test_same_json.py -n 0` writes it anew, for a change
-that is meant. A line is a key, with dots and `[]` for what lies inside, and the distinct values under it. Times, sizes
-of memory, hardware, hashes, versions and fractions that a processor rounds its own way are recorded as types; so is all
-that a measurement decides, which is most of what `advise` and `doctor` say.
+that is meant. A line is a key, with dots and `[]` for what lies inside, and the distinct values under it. A document
+much like an earlier one is recorded as what differs: `as of` that one, and a key alone for one that is gone. Times,
+sizes of memory, hardware, hashes, versions and fractions that a processor rounds its own way are recorded as types; so
+is all that a measurement decides, which is most of what `advise` and `doctor` say.
 """
 
 import json
@@ -122,12 +123,24 @@ def _summary(document: Any, recorded: str) -> list[str]:
     ]
 
 
+def _shortest(whole: list[str], earlier: dict[str, list[str]]) -> list[str]:
+    """The lines, or what differs from those of an earlier command, if it is less than half as many."""
+    keys = {line.partition(": ")[0] for line in whole}
+    differences = [
+        [f"as of {command}", *(key for line in said if (key := line.partition(": ")[0]) not in keys)]
+        + [line for line in whole if line not in said]
+        for command, said in earlier.items()
+    ]
+    return next((found for found in sorted(differences, key=len) if 2 * len(found) < len(whole)), whole)
+
+
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each command printed, from one folder in which all run."""
     folder, threads = tmp_path_factory.mktemp("json"), torch.get_num_threads()
     (folder / "jobs.yaml").write_text(_JOBS)
     printed: dict[str, list[str]] = {}
+    earlier: dict[str, list[str]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("LPCONV_COMPILE", "never")
@@ -138,8 +151,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             done = CliRunner().invoke(app, command.split()[1:])
             document = json.loads(done.stdout.replace(str(folder), "."))
             lines = [f"exit code: {done.exit_code}", *_summary(document, recorded)]
-            same = next((f"as of {other}" for other, said in printed.items() if said == lines), None)
-            printed[command] = [same] if same else lines
+            printed[command] = _shortest(lines, earlier)
+            earlier[command] = lines
     torch.set_num_threads(threads)
     if WRITING:
         GOLDEN.write_text("\n".join(f"$ {c}\n" + "\n".join(lines) + "\n" for c, lines in printed.items()))
