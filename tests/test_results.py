@@ -1,39 +1,45 @@
-"""Records survive the trip through JSON, infinities included."""
+"""Records survive the trip through JSON text, infinities included; the text is stable and strict."""
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lpconv.errors import InputError
-from lpconv.results import (
-    ByteCounts,
-    ConvertResult,
-    LogitsCheck,
-    RunRecord,
-    SourceRecord,
-    TensorRecord,
-    VerifyResult,
-    from_json,
-    to_json,
-)
+from lpconv.results import ConvertResult, RunRecord, from_json, json_text, to_json
+from tests.helpers.report_examples import bert_result
 
 
-def a_result() -> ConvertResult:
-    tensor = TensorRecord(
-        name="a.weight", shape=(2, 3), source_dtype="F32", action="convert", format="fp16", reason="matrix",
-        scale=0.5, sqnr_db=math.inf, max_rel_error=0.0,
-    )  # fmt: skip
-    return ConvertResult(
-        method="unit", format="fp16", output="out", source=SourceRecord(name="a", resolved="/a"), tensors=(tensor,),
-        files=(), bytes=ByteCounts(read=24, written=12), seconds=0.1, peak_rss_bytes=1,
-        verify=VerifyResult(level="weights", passed=True, logits=LogitsCheck(skipped="no config")),
-    )  # fmt: skip
+def refuse(token: str) -> Any:
+    raise ValueError(f"{token} is no JSON")
 
 
-def test_round_trip() -> None:
-    document = json.loads(json.dumps(to_json(a_result()), allow_nan=False))
-    assert from_json(ConvertResult, document) == a_result()
+def test_a_result_survives_the_text() -> None:
+    tensors = (replace(bert_result().tensors[1], sqnr_db=math.inf), *bert_result().tensors[2:])
+    result = bert_result(tensors=tensors)
+    assert from_json(ConvertResult, json.loads(json_text(result), parse_constant=refuse)) == result
+
+
+def test_keys_are_sorted_and_text_is_ascii() -> None:
+    text = json_text(bert_result(warnings=("é \udcff",)))
+    keys = list(json.loads(text))
+    assert keys == sorted(keys)
+    assert text.isascii()
+    assert text.endswith("}\n")
+
+
+def test_a_bare_nan_never_reaches_the_text() -> None:
+    tensors = (replace(bert_result().tensors[1], sqnr_db=math.nan),)
+    document = json.loads(json_text(bert_result(tensors=tensors)), parse_constant=refuse)
+    assert document["tensors"][0]["sqnr_db"] == "nan"
+
+
+@pytest.mark.parametrize("value", [Path("a/b"), {"x": Path("a/b")}, (Path("a/b"),)])
+def test_options_of_any_kind_are_written(value: Any) -> None:
+    assert "a/b" in json_text(bert_result(options={"cache": value}))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ def test_round_trip() -> None:
     [({"schema_version": 99}, "schema_version 99"), ({}, "method"), ({"versions": {"t": ["2"]}}, "str")],
 )
 def test_other_versions_missing_keys_and_wrong_types_are_refused(changes: dict[str, object], word: str) -> None:
-    document = to_json(a_result()) | changes
+    document = to_json(bert_result()) | changes
     if not changes:
         del document["method"]
     with pytest.raises(InputError, match=word):

@@ -208,3 +208,4 @@ def test_error_feedback_shows_the_error_of_each_layer_before_and_after() -> None
     assert tile.figure == "75 %"
     assert re.match(r"0\.1 % .* 0\.4 %", tile.detail)
     assert " 75 % " in document.summary
+    assert html(document).count(">Output error, %<") == 2, "of each layer, and of each tensor"

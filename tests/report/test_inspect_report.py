@@ -22,8 +22,11 @@ def test_headers_ties_and_problems_are_shown() -> None:
         ties={"lm_head.weight": "model.embed_tokens.weight"},
         tensors=(StoredTensor(name="a.weight", dtype="F16", shape=(1, 2, 3), file="f", size_bytes=12, scale=0.25),),
         problems=("missing",),
+        checked=("headers", "index"),
+        not_checked=("values",),
     )
     document = inspect_document(found, every=True)
+    assert list(document.facts.values())[:2] == ["headers, index", "values"]
     assert document.facts["Kind"].split()[:3] == ["lpconv,", "method", "unit,"]
     assert section_of(document, "Problems").blocks == (Bullets(lines=("missing",)),)
     assert section_of(document, "Tied").blocks == (Bullets(lines=("lm_head.weight → model.embed_tokens.weight",)),)
@@ -43,11 +46,6 @@ def test_the_verdict_names_the_worst_there_is() -> None:
     assert verdict(unread)[0] == "not run"
     assert "unread" in verdict(unread)[1]
     assert verdict(InspectResult(path="x", problems=("a", "b"), warnings=("odd",)))[0] == "failed"
-
-
-def test_what_was_checked_comes_first() -> None:
-    facts = inspect_document(InspectResult(path="x", checked=("headers", "index"), not_checked=("values",))).facts
-    assert list(facts.values())[:2] == ["headers, index", "values"]
 
 
 def test_little_is_shown_unless_all_is_asked_for() -> None:

@@ -121,6 +121,8 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any)
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
     with pytest.raises(InputError, match=" 50"):
         pack_examples(rows, tokenizer, seq_len=16, vocab_size=50, prefix=[], suffix=[])
+    with pytest.raises(InputError, match=" 50"):
+        classification(rows, tokenizer, seq_len=12, vocab_size=50)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +215,3 @@ def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
     assert "attention_mask" not in whole
     short = collate([{"input_ids": [1] * 20, "labels": 1}, {"input_ids": [4], "labels": 0}], pad_id=9, seq_len=20)
     assert short["input_ids"].shape == (2, 20)  # a model may have no more positions
-
-
-def test_ids_that_the_model_does_not_embed_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
-    with pytest.raises(InputError, match=" 50"):
-        classification(rows, tokenizer, seq_len=12, vocab_size=50)

@@ -94,17 +94,6 @@ def test_only_scales_or_codes_change_and_the_output_is_verified(
     assert verify_output(out, VerifyOptions(against="demo", level="weights"), progress=Silent()).passed
 
 
-def test_changed_codes_are_found_by_verification(outputs: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    finetune(str(outputs["int4 groups"]), out, _options(lr=0.4, warmup=0.0))
-    path = out / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 0x10
-    path.write_bytes(data)
-    checked = verify_output(out, VerifyOptions(against="demo", level="weights"), progress=Silent())
-    assert [p for p in checked.problems if "model.safetensors" in p or "`model" in p]
-
-
 @pytest.mark.parametrize("form", ["MXFP4", "int4 groups"])
 def test_divergence_falls_and_is_reported(outputs: dict[str, Path], form: str, tmp_path: Path) -> None:
     result = finetune(str(outputs[form]), tmp_path / "out", _options(steps=50, batch_size=8, seq_len=128))
