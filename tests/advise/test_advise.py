@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, study, train
@@ -25,8 +23,6 @@ from lpconv.advise.run import advise
 from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint
-from lpconv.errors import UnsupportedError
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Deadline, Silent, TimeIsUp
 from lpconv.results import AdviceResult, AdviceRow, from_json
@@ -305,19 +301,3 @@ def test_a_signal_before_the_first_measurement_prints_what_is_known(
     assert done.exit_code == 128 + number, done.stderr
     assert "unit e4m3fn" in done.stdout
     assert json.loads((tmp_path / "out" / "advice.json").read_text())["interrupted"]
-
-
-def test_a_text_model_without_a_tokenizer_gets_no_recommendation(tmp_path: Path) -> None:
-    shutil.copytree(demo_checkpoint(), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    done = CliRunner().invoke(app, ["advise", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--quiet"])
-    assert done.exit_code == 3
-    assert "tokenizer" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_reads_no_text_is_refused_with_what_can_be_asked_of_it(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
-    with pytest.raises(UnsupportedError, match="`ViTForImageClassification`") as refused:
-        advise(str(tmp_path / "vit"), tmp_path / "advice", AdviseOptions(purpose="infer"))
-    assert "--verify logits" in (refused.value.hint or "")

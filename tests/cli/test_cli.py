@@ -1,11 +1,11 @@
 """The command line as a user meets it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -40,21 +40,10 @@ def test_help_imports_neither_torch_nor_transformers(command: str) -> None:
     assert "Usage" in done.stdout
 
 
-def test_convert_json_has_what_scripts_need(tmp_path: Path) -> None:
+def test_convert_without_loss_says_so_and_its_report_is_the_same(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    found = document("convert", "demo", "--method", "unit", "--format", "fp32", "-o", str(out), "-q")
-    assert found["schema_version"] == 1
-    assert (found["method"], found["format"], found["output"]) == ("unit", "fp32", str(out))
-    source, verify, tensors = found["source"], found["verify"], found["tensors"]
-    assert isinstance(source, dict)
-    assert isinstance(verify, dict)
-    assert isinstance(tensors, list)
-    assert {"name", "revision"} <= source.keys()
-    assert {"name", "action", "format", "scale", "sqnr_db"} <= tensors[0].keys()
-    assert isinstance(found["bytes"], dict)
-    assert found["bytes"].keys() == {"read", "written"}
-    assert isinstance(found["seconds"], float)
-    assert isinstance(found["peak_rss_bytes"], int)
+    found: Any = document("convert", "demo", "--method", "unit", "--format", "fp32", "-o", str(out), "-q")
+    verify = found["verify"]
     assert verify["passed"] is True
     assert verify["logits"]["bit_equal"] is True
     assert verify["logits"]["max_abs_diff"] == 0
@@ -63,43 +52,9 @@ def test_convert_json_has_what_scripts_need(tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text()) == found
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "words"),
-    [
-        (("convert", "demo", "--method", "unti"), 2, "`unit`"),
-        (("convert", "demo", "--gate", "sqnr>>1"), 2, "METRIC"),
-        (("convert", "demo", "--max-memory", "lots"), 2, "4GB"),
-        (("convert", "demo", "--max-memory", "1MB"), 7, "--max-memory"),
-        (("convert", "some-org/some-model"), 3, "hint:"),
-        (("doctor", "--require", "gpu"), 4, "hint:"),
-        (("doctor", "--require", ""), 2, "--require "),
-        (("convert", "demo", "--gate", "", "--dry-run"), 2, "--gate "),
-        (("finetune", "demo", "--gate", " "), 2, "--gate "),
-        (("bench", "--format", "fp8,"), 2, "--format "),
-    ],
-)
-def test_errors_have_their_code_and_a_hint(
-    args: tuple[str, ...], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = lpconv(*args)
-    assert done.exit_code == code, done.stderr
-    assert words in done.stderr
-    assert "hint:" in done.stderr
-    assert os.listdir(tmp_path) == []
-
-
 def test_verbose_shows_where_an_error_came_from() -> None:
     done = lpconv("-v", "convert", "/no/such/folder")
     assert ("Traceback" in done.stderr, "hint:" in done.stderr, done.exit_code) == (True, True, 3)
-
-
-def test_an_error_is_json_under_json() -> None:
-    done = lpconv("convert", "/no/such/folder", "--json")
-    error = json.loads(done.stdout)["error"]
-    assert error["code"] == done.exit_code == 3
-    assert error["kind"] == "input"
-    assert error["hint"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --residual int8": (2, "--residual"),
     "convert demo --verify hash": (2, "`hash`"),
     "convert demo --gate snr>1": (2, "`snr`"),
+    "convert demo --gate sqnr>>1": (2, "METRIC"),
+    "convert demo --gate  --dry-run": (2, "--gate "),
+    "convert demo --max-memory lots": (2, "4GB"),
+    "convert demo --max-memory 1MB": (7, "--max-memory"),
+    "convert some-org/some-model": (3, "some-model"),
     "convert demo -o taken": (8, "`taken`"),
     "convert /no/such": (3, "`/no/such`"),
     "convert empty": (3, "config.json"),
@@ -60,6 +65,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune demo --warmup 2": (2, "--warmup 2.0 "),
     "finetune demo --lr 0": (2, "--lr 0.0 "),
     "finetune demo --gate los<=1": (2, "`los`"),
+    "finetune demo --gate \t": (2, "--gate "),
     "finetune demo --log-to foo": (2, "`foo`"),
     "finetune demo --log-to swanlab": (4, "swanlab"),
     "finetune demo --seq-len 1000000": (2, " 256 "),
@@ -68,13 +74,17 @@ REFUSED: dict[str, tuple[int, str]] = {
     "verify models/llama --against demo --data a.csv --seq-len 1000000": (2, " 256 "),
     "verify models/llama --against bert": (3, "bert"),
     "advise t5": (4, "encoder"),
-    "probe vit": (4, "ViT"),
+    "advise vit": (4, "--verify"),
+    "probe t5": (4, "lpconv.track"),
+    "probe vit": (4, "ViTForImageClassification"),
     "convert demo -o demo": (2, "demo-out"),
     "convert demo --include mlp": (2, "'*mlp*'"),
     "convert demo --max-memory 4": (2, "4GB"),
     "convert demo --max-shard-size 10": (2, "10GB"),
     "inspect out/never-made": (3, "directory"),
     "doctor --require nonsense": (2, "`nonsense`"),
+    "doctor --require gpu": (4, "gpu"),
+    "doctor --require ": (2, "--require "),
     "init bert-base --width 63 -o fresh": (2, " 64"),
     "bench demo --layers 99": (2, " 4"),
     "bench llama-8b --layers 99": (2, " 32"),
@@ -94,6 +104,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune empty": (3, "config.json"),
     "bench nosuch": (3, "`nosuch`"),
     "bench --format fp9": (2, "`fp9`"),
+    "bench --format fp8,": (2, "--format "),
     "bench --mode trian": (2, "`trian`"),
     "bench --batch-size x": (2, "--batch-size x: "),
     "bench --compare none.json": (3, "none.json"),
@@ -202,13 +213,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "no-label.csv": "text,b\n1,2\n",
         "short.txt": "hi\n",
         "ends.txt": "<|endoftext|>" * 20,
-        "defaults.json": json.dumps(
-            {
-                "version": 1,
-                "defaults": {"format": "fp16"},
-                "jobs": [{"id": "a", "model": "demo", "scheme": "FP8_DYNAMIC"}],
-            }
-        ),
+        "defaults.json": '{"version": 1, "defaults": {"format": "fp16"}, '
+        '"jobs": [{"id": "a", "model": "demo", "scheme": "FP8_DYNAMIC"}]}',
     }.items():
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))

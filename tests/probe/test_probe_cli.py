@@ -241,22 +241,6 @@ def test_a_head_that_the_checkpoint_lacks_is_not_invented(tmp_path: Path) -> Non
     assert not any(t.layer.startswith("cls") for t in result.tensors)
 
 
-def test_models_that_do_not_read_text_are_refused(tmp_path: Path) -> None:
-    t5 = transformers.T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
-    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
-    assert "lpconv.track" in refused(4, "probe", tmp_path / "t5", "-o", tmp_path / "out")
-    vit = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
-    )
-    transformers.ViTForImageClassification(vit).save_pretrained(tmp_path / "vit")
-    assert "ViTForImageClassification" in refused(4, "probe", tmp_path / "vit", "-o", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_longer_windows_than_the_model_reads_are_refused(tmp_path: Path) -> None:
-    assert "256" in refused(2, "probe", "demo", "--seq-len", 257, "-o", tmp_path / "out")
-
-
 def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     with torch.no_grad():
