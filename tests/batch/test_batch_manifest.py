@@ -63,6 +63,7 @@ JSON = json.dumps(
         ],
     }
 )
+_FP8 = {"format": "e4m3fn", "layout": "compressed-tensors"}
 
 
 def write(folder: Path, text: str, suffix: str = ".yaml") -> Path:
@@ -183,6 +184,21 @@ class TestMistakes:
             ({"id": "../a"}, r"jobs\[0\].id: `../a`", "letters"),
             ({"model": ""}, r"jobs\[0\].model: .*nothing", "quotes"),
             ({"output": 1}, r"jobs\[0\].output: .*`1`", "quotes"),
+            ({"kind": "fintune"}, r"jobs\[0\].kind: .*`fintune`", "`finetune`"),
+            ({"steps": 5}, r"jobs\[0\].steps: unknown", "kind: finetune"),
+            ({"kind": "finetune", "stesp": 5}, r"jobs\[0\].stesp: unknown", "`steps`"),
+            ({"kind": "finetune", "verify": "none"}, r"jobs\[0\].verify: unknown", "kind: convert"),
+            ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: .*`unit-fp9`", "`unit-fp8`"),
+            ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: .*`sqnr`", "loss_gap"),
+            ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: .*above", ""),
+            ({"kind": "finetune", "warmup": 2}, r"jobs\[0\].warmup: .* 1", "0.1"),
+            ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
+            (_FP8 | {"calibrate": "demo", "split": 2}, r"jobs\[0\] \(a\): .*--calibrate", "process"),
+            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode\[1\]: .*`trian`", "`train`"),
+            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch\[1\]: .*`0`", ""),
+            ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown", "kind: "),
+            ({"model": "job:b"}, r"jobs\[0\].model: .*`b`", ""),
+            ({"needs": ["a"]}, r"jobs\[0\].needs: .*`a`", ""),
         ],
         ids=lambda v: str(v)[:40],
     )
@@ -294,36 +310,6 @@ class TestKinds:
         )
         assert (here.options.data, hub.options.data) == (str(tmp_path / "corpus.txt"), "owner/set")
 
-    @pytest.mark.parametrize(
-        ("job", "says", "hint"),
-        [
-            ({"kind": "fintune"}, r"jobs\[0\].kind: .*`fintune`", "`finetune`"),
-            ({"steps": 5}, r"jobs\[0\].steps: unknown", "kind: finetune"),
-            ({"kind": "finetune", "stesp": 5}, r"jobs\[0\].stesp: unknown", "`steps`"),
-            ({"kind": "finetune", "verify": "none"}, r"jobs\[0\].verify: unknown", "kind: convert"),
-            ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: .*`unit-fp9`", "`unit-fp8`"),
-            ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: .*`sqnr`", "loss_gap"),
-            ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: .*above", ""),
-            ({"kind": "finetune", "warmup": 2}, r"jobs\[0\].warmup: .* 1", "0.1"),
-            ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
-            (
-                {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo", "split": 2},
-                r"jobs\[0\] \(a\): .*--calibrate",
-                "process",
-            ),
-            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode\[1\]: .*`trian`", "`train`"),
-            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch\[1\]: .*`0`", ""),
-            ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown", "kind: "),
-            ({"model": "job:b"}, r"jobs\[0\].model: .*`b`", ""),
-            ({"needs": ["a"]}, r"jobs\[0\].needs: .*`a`", ""),
-        ],
-        ids=str,
-    )
-    def test_mistakes_are_named_by_their_place(self, tmp_path: Path, job: dict[str, Any], says: str, hint: str) -> None:
-        with pytest.raises(UsageError, match=says) as caught:
-            load_manifest(one_job(tmp_path, **job))
-        assert hint in str(caught.value.hint)
-
     def test_a_wrong_default_is_named_by_its_place(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"defaults.finetune.stesp: unknown"):
             self.jobs(tmp_path, {"id": "a", "model": "b"}, finetune={"stesp": 3})
@@ -368,16 +354,11 @@ _INT4 = {"format": "int4", "granularity": "group:32", "calibrate": "demo"}
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("convert", "layout"): {"format": "e4m3fn"},
     ("convert", "residual"): {"method": "collage"},
-    ("convert", "calibrate"): {"format": "e4m3fn", "layout": "compressed-tensors"},
-    ("convert", "rounding"): {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo"},
+    ("convert", "calibrate"): _FP8,
+    ("convert", "rounding"): _FP8 | {"calibrate": "demo"},
     ("convert", "calibration_tokens"): _INT4 | {"rounding": "gptq"},
     ("convert", "calibration_seed"): _INT4 | {"rounding": "gptq"},
-    ("convert", "input_scales"): {
-        "format": "e4m3fn",
-        "layout": "compressed-tensors",
-        "rounding": "gptq",
-        "calibrate": "demo",
-    },
+    ("convert", "input_scales"): _FP8 | {"rounding": "gptq", "calibrate": "demo"},
     ("convert", "inputs"): {"scheme": "MXFP4A16"},
     ("convert", "kv_cache"): {"scheme": "FP8_DYNAMIC"},
     ("finetune", "source"): {"recover": True},

@@ -1,6 +1,7 @@
 """With torch.distributed running, ranks agree on whether a step is skipped and on what logmax sees."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,16 +9,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
 from lpconv.loss_scale import largest_gradient, unscale_
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
-def two_ranks(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def two_ranks() -> list[Any]:
+    """What each rank found."""
+    rank = dist.get_rank()
+    of_ranks: list[Any] = [None, None]
     mesh = init_device_mesh("cpu", (2,))
     sharded = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
     own = nn.Parameter(torch.zeros(1))
@@ -30,14 +32,12 @@ def two_ranks(rank: int, folder: str) -> None:
     found_on_rank_1 = unscale_([own], 8.0)
     found_without_gradients = unscale_([nn.Parameter(torch.zeros(1))] if rank == 0 else [own], 8.0)
 
-    torch.save((actual, largest, values, found_on_rank_1, found_without_gradients), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    dist.all_gather_object(of_ranks, (actual, largest, values, found_on_rank_1, found_without_gradients))  # type: ignore[no-untyped-call]
+    return of_ranks
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
-    spawn(two_ranks, (str(tmp_path),), nprocs=2)
-    for rank in range(2):
-        actual, largest, values, found_on_rank_1, found_without_gradients = torch.load(tmp_path / f"{rank}.pt")
+    for actual, largest, values, found_on_rank_1, found_without_gradients in on_ranks(2, two_ranks, tmp_path):
         assert (actual, found_on_rank_1, found_without_gradients) == (False, True, True)
         assert largest == 5.0
         assert values.tolist() == [0.125, 0.25, 0.375, -5.0]
