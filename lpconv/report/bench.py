@@ -30,12 +30,16 @@ from lpconv.report.numbers import (
     ratio_text,
     share_text,
     size_text,
+    unit_text,
 )
-from lpconv.results import BenchResult, BenchRow, GateRecord, PeakRecord, RatioRecord, VerdictRecord
+from lpconv.results import BenchResult, BenchRow, GateRecord, RatioRecord, VerdictRecord
 
 _Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # (label, row) pairs
+_CHANGE_COLUMNS = ("Configuration", "Before", "Now", "<Change")
 _ENOUGH_ROUNDS = 8
 _STEADY = 1.1  # largest ratio between the baseline's step times in different rows that goes unmentioned
+_FLOPS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9, "MFLOP/s": 1e6}
+_TIMES = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -44,6 +48,7 @@ def bench_document(result: BenchResult) -> Document:
     named = list(zip(labels(result.rows), result.rows, strict=True))
     models = ", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing"
     baselines = ", ".join(dict.fromkeys(r.baseline for r in result.rows))
+    changes = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
     measured = f"{models}, measured in turn with its baseline: {baselines}"
     return Document(
         kind="bench",
@@ -60,7 +65,7 @@ def bench_document(result: BenchResult) -> Document:
             *(section(f"Verdict: {v.title}", Bullets(lines=v.sentences)) for v in result.verdicts),
             _memory_section(named),
             _energy_section(named),
-            _change_section(result),
+            section("Speed-up against the older result", Table(columns=_CHANGE_COLUMNS, rows=changes)),
             *(section(f"Linear layers by shape: {v.title}", _linear_table(v)) for v in result.verdicts),
         ),
         facts=_facts(result),
@@ -174,8 +179,8 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
         error, nearest = min(exact)[0], variants[min(exact)[1]]
         same = (r.numerics for r in result.rows if r.is_baseline and r.baseline == nearest.baseline)
         own = next((n.output_error for n in same if n), None)
-        detail = f"{nearest.name}; the baseline, {nearest.baseline}, has {_error_text(own)}"
-        tiles.append(Tile(label="Output error", figure=_error_text(error), detail=detail))
+        detail = f"{nearest.name}; the baseline, {nearest.baseline}, has {share_text(own, 1)}"
+        tiles.append(Tile(label="Output error", figure=share_text(error, 1), detail=detail))
     return tuple(tiles)
 
 
@@ -193,23 +198,12 @@ def _facts(result: BenchResult) -> dict[str, str]:
         processes = f"{first.processes}, {first.parallel}"
         facts["Processes"] = f"{processes}; batch and memory are per process, tokens/s over all"
     if result.peaks is not None:
-        facts["Measured peaks"] = _peaks_text(result.peaks)
+        rates = {"bf16": result.peaks.bf16_flops, "fp32": result.peaks.fp32_flops, "fp8": result.peaks.fp8_flops}
+        flops = [f"{name} {unit_text(rate, _FLOPS)}" for name, rate in rates.items() if rate is not None]
+        facts["Measured peaks"] = ", ".join([*flops, f"copies {rate_text(result.peaks.bytes_per_s, 1)}"])
     if not any(r.gpu for r in result.rows):
         facts["Energy"] = "not available: there is no GPU, or nvidia-ml-py is not installed"
     return facts | {"Took": duration_text(result.seconds)}
-
-
-def _peaks_text(peaks: PeakRecord) -> str:
-    """Text of the measured peaks: FLOP/s of products and bytes/s of copies."""
-    rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
-    flops = [f"{name} {_flops_text(rate)}" for name, rate in rates.items() if rate is not None]
-    return ", ".join([*flops, f"copies {rate_text(peaks.bytes_per_s, 1)}"])
-
-
-def _flops_text(rate: float) -> str:
-    """FLOP/s with three significant digits: 508 MFLOP/s, 1.2 TFLOP/s."""
-    unit, scale = next((u for u in (("T", 1e12), ("G", 1e9)) if rate >= u[1]), ("M", 1e6))
-    return f"{number_text(rate / scale)} {unit}FLOP/s"
 
 
 def labels(rows: Sequence[BenchRow]) -> list[str]:
@@ -237,29 +231,19 @@ def _notes(result: BenchResult) -> tuple[str, ...]:
     return (*drawn, *result.notes)
 
 
-def _step_text(seconds: float) -> str:
-    """A time with three significant digits: 430 µs, 19.2 ms, 1.25 s."""
-    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e3)) if seconds * u[1] >= 0.9995), ("µs", 1e6))
-    return f"{number_text(seconds * scale)} {unit}"
-
-
-def _error_text(error: float | None) -> str:
-    return MISSING if error is None else share_text(error, 1)
-
-
 # Heading and cell text of each column in the table of rows.
 COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "Configuration": lambda r: r.name,
     "Mode": lambda r: r.mode,
     "Batch": lambda r: f"{r.batch} x {r.seq}",
     "Compiled": lambda r: r.compiled,
-    "Step": lambda r: _step_text(r.timing.median_s) if r.timing else r.status,
+    "Step": lambda r: unit_text(r.timing.median_s, _TIMES) if r.timing else r.status,
     "Tokens/s": lambda r: f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else MISSING,
     "Speed-up": lambda r: "baseline" if r.is_baseline else ratio_text(r.ratio),
     "Peak": lambda r: size_text(r.peak_memory),
     "Saved": lambda r: size_text(r.memory.saved_bytes if r.memory and r.mode == "train" else None),
-    "Output err.": lambda r: _error_text(r.numerics.output_error if r.numerics else None),
-    "Grad. err.": lambda r: _error_text(r.numerics.gradient_error if r.numerics else None),
+    "Output err.": lambda r: share_text(r.numerics.output_error if r.numerics else None, 1),
+    "Grad. err.": lambda r: share_text(r.numerics.gradient_error if r.numerics else None, 1),
     "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
 }
 # Columns shown only if rows differ in them.
@@ -297,12 +281,6 @@ def _energy_section(named: _Named) -> Section | None:
     return section("Energy and clocks", Table(columns=columns, rows=tuple(rows)))
 
 
-def _change_section(result: BenchResult) -> Section | None:
-    rows = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
-    table = Table(columns=("Configuration", "Before", "Now", "<Change"), rows=rows)
-    return section("Speed-up against the older result", table)
-
-
 def _linear_table(verdict: VerdictRecord) -> Table:
     """The Linears of a model by shape, with the roofline's predictions unless fp8 is emulated."""
     predicted = any(g.gain is not None for g in verdict.gemms)
@@ -310,8 +288,7 @@ def _linear_table(verdict: VerdictRecord) -> Table:
     for g in verdict.gemms:
         cells = [g.names[0], str(g.count), str(g.n), str(g.k), count_text(g.m), f"{g.flops / 1e9:.3g}", g.bound]
         if predicted:
-            even = MISSING if g.break_even_tokens is None else count_text(g.break_even_tokens)
-            cells += [MISSING if g.gain is None else f"{g.gain:.2f}", even]
+            cells += [MISSING if g.gain is None else f"{g.gain:.2f}", count_text(g.break_even_tokens)]
         rows.append(tuple(cells))
     columns = ("First of its shape", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by")
     more = ("fp8 gain", "Break-even tokens") if predicted else ()

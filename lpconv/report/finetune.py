@@ -416,7 +416,7 @@ def _layer_table(result: FinetuneResult) -> Table:
     """Each layer's change of the loss, the part due to rounding, and the share of moved weights that lowered it."""
     allocation = main_run(result).loss_allocation
     rows = tuple(
-        (a.layer, f"{a.change:+.3g}", f"{a.rounding:+.3g}", MISSING if a.helped is None else share_text(a.helped, 1))
+        (a.layer, f"{a.change:+.3g}", f"{a.rounding:+.3g}", share_text(a.helped, 1))
         for a in (allocation.layers if allocation is not None else ())
     )
     columns = ("Layer", "Loss change", "By rounding", "Weights that helped")
@@ -484,9 +484,7 @@ def _figures(r: FinetuneResult) -> Mapping[str, str]:
 def memory_document(plan: MemoryPlan) -> Document:
     """The number of GPUs that each recipe needs, and the memory of one GPU with the requested recipe."""
     devices = tuple(next(iter(plan.gpus.values()), {}))
-    rows = tuple(
-        (recipe, *(MISSING if n is None else str(n) for n in counts.values())) for recipe, counts in plan.gpus.items()
-    )
+    rows = tuple((recipe, *map(count_text, counts.values())) for recipe, counts in plan.gpus.items())
     most = max(m.num_ranks for m in plan.memory)
     fewest = f"The smallest number of GPUs that is enough; {MISSING} if {most} are not"
     return Document(

@@ -5,7 +5,7 @@ A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line formats sizes before it loads any record
@@ -90,9 +90,9 @@ def duration_text(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def count_text(count: int) -> str:
+def count_text(count: int | None) -> str:
     """A whole number with thousands separated: 22,713,216."""
-    return f"{count:,}"
+    return MISSING if count is None else f"{count:,}"
 
 
 def plural(count: int, noun: str) -> str:
@@ -100,8 +100,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count_text(count)} {noun}" if count == 1 else f"{count_text(count)} {noun}s"
 
 
-def share_text(part: float, whole: float) -> str:
+def share_text(part: float | None, whole: float) -> str:
     """`part` of `whole` in per cent; a nonzero share never prints as 0 % and an incomplete one never as 100 %."""
+    if part is None:
+        return MISSING
     if whole <= 0 or part <= 0:
         return "0 %"
     percent = 100 * part / whole
@@ -148,9 +150,15 @@ def error_text(error: float | None) -> str:
     return f"{error:.3g}" if error == 0 or error >= 0.01 else f"{error:.1e}"
 
 
-def number_text(value: float | None) -> str:
+def number_text(value: float | None, digits: int = 3) -> str:
     """A number with three significant digits, or a dash if it is None or NaN."""
-    return MISSING if value is None or math.isnan(value) else f"{value:.3g}"
+    return MISSING if value is None or math.isnan(value) else f"{value:.{digits}g}"
+
+
+def unit_text(value: float, units: Mapping[str, float]) -> str:
+    """A number in the first of the `units`, largest first, in which it is not below 1: 19.2 ms, 1.2 TFLOP/s."""
+    unit = next((unit for unit, size in units.items() if value / size >= 0.9995), list(units)[-1])
+    return f"{number_text(value / units[unit])} {unit}"
 
 
 def scale_text(scale: float | None) -> str:

@@ -102,8 +102,8 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
     if result.logits:
         tiles.append(outputs_tile(result))
     if logits and logits.perplexity is not None:
-        detail = f"{_perplexity(logits.source_perplexity)} for the other model"
-        tiles.append(Tile(label="Perplexity", figure=_perplexity(logits.perplexity), detail=detail))
+        detail = f"{number_text(logits.source_perplexity, 4)} for the other model"
+        tiles.append(Tile(label="Perplexity", figure=number_text(logits.perplexity, 4), detail=detail))
     tiles += map(_task_tile, result.tasks)
     if not tiles and result.hash:
         detail = f"{count_text(len(result.hash.mismatched))} differ"
@@ -140,18 +140,14 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
         ("KL divergence", MISSING if kl is None else f"{kl:.2g}", f"nats per position: {kl_words(kl or 0)}"),
         ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
         ("Same top prediction", percent(logits.top1_agreement), "of positions"),
-        ("Perplexity", _perplexity(logits.perplexity), "of the next token, this model"),
-        ("Perplexity, other", _perplexity(logits.source_perplexity), "of the next token, the model compared with"),
+        ("Perplexity", number_text(logits.perplexity, 4), "of the next token, this model"),
+        ("Perplexity, other", number_text(logits.source_perplexity, 4), "of the next token, the model compared with"),
         ("Relative error", error_text(logits.rel_error), "of all outputs, in the 2-norm"),
         ("Largest difference", error_text(logits.max_abs_diff), "of one output"),
     )
     table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
     inputs = ", ".join(filter(None, (logits.model_class, logits.inputs)))
     return section("What both models say", inputs if logits.is_text else f"{inputs}: {_NO_TEXT}", table)
-
-
-def _perplexity(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.4g}"
 
 
 def _worst_table(tensors: Sequence[ComparedTensor]) -> Table:
@@ -351,7 +347,7 @@ def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.rel_error is not None and not parts:
         parts.append(f"outputs on text are within a relative error of {error_text(check.rel_error)} of the source's")
     if check.perplexity is not None and check.source_perplexity is not None:
-        parts.append(f"perplexity {_perplexity(check.source_perplexity)} → {_perplexity(check.perplexity)}")
+        parts.append(f"perplexity {number_text(check.source_perplexity, 4)} → {number_text(check.perplexity, 4)}")
     if check.top1_agreement is not None:
         parts.append(f"the same top prediction at {percent(check.top1_agreement)} of positions")
     return ", ".join(parts) or "outputs were compared with the source's"
@@ -401,7 +397,7 @@ def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
 def _row(check: TaskCheck) -> tuple[str, ...]:
     scores = (_score_text(check, score) for score in (check.source_score, check.score))
     gain = _gain_text(check, 0.0 - check.drop.value) if check.drop else MISSING
-    flips = (MISSING if n is None else count_text(n) for n in (check.num_lost, check.num_won))
+    flips = map(count_text, (check.num_lost, check.num_won))
     return (check.task, check.metric, count_text(check.num_questions), *scores, gain, *flips)
 
 
