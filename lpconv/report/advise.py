@@ -35,7 +35,10 @@ def advice_document(result: AdviceResult) -> Document:
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
-            *map(_purpose_section, result.recommendations),
+            *(
+                section(_HEADINGS[r.purpose], r.words, Code(lines=(r.command,)) if r.command else None)
+                for r in result.recommendations
+            ),
             section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), _parts_chart(result)),
             *(_candidate_section(result, p) for p in _HEADINGS),
             section(f"Where {result.parts_of} costs most", parts),
@@ -63,11 +66,6 @@ def _short_answer(advised: Recommendation) -> str:
     return f"undecided (nearest: {advised.nearest})"
 
 
-def _purpose_section(advised: Recommendation) -> Section | None:
-    command = Code(lines=(advised.command,)) if advised.command else None
-    return section(_HEADINGS[advised.purpose], advised.words, command)
-
-
 def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
     """The candidates for a purpose, best first; those that were not measured are folded away, because they are many."""
     rows = _of_purpose(result, purpose)
@@ -84,10 +82,8 @@ def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
     gaps = {(r.purpose, r.name): _gap_text(r.gap, _unit_of(result, r)) for r in result.rows if r.gap is not None}
     tiles: list[Tile] = []
     for advised in result.recommendations:
-        figure, detail = (
-            advised.nearest or "as it is",
-            "undecided" if advised.nearest else "no candidate is good enough",
-        )
+        figure = advised.nearest or "as it is"
+        detail = "undecided" if advised.nearest else "no candidate is good enough"
         if gap := gaps.get((advised.purpose, advised.row or "")):
             figure, detail = str(advised.row), f"gap {gap}"
         tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=figure, detail=detail))

@@ -17,7 +17,8 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 def batch_document(result: BatchResult) -> Document:
     """The jobs as a table, and errors with their hints; the verdict counts jobs by status."""
-    errors = [f"{job.id}: {_with_hint(job.error)}" for job in result.jobs if job.error]
+    failed = ((job.id, job.error) for job in result.jobs if job.error)
+    errors = (f"{name}: {e.message}" + (f" (hint: {e.hint})" if e.hint else "") for name, e in failed)
     columns = ("job", "<kind", "<status", "<what", "<result", "time", "<note")
     return Document(
         kind="batch",
@@ -34,10 +35,6 @@ def _outcome(result: BatchResult) -> Outcome:
     if result.failed:
         return "failed"
     return "not run" if result.dry_run else "passed"
-
-
-def _with_hint(error: JobError) -> str:
-    return f"{error.message} (hint: {error.hint})" if error.hint else error.message
 
 
 def _cells(job: JobResult) -> Row:

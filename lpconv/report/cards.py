@@ -38,13 +38,15 @@ def model_card(result: ConvertResult) -> Document:
     It contains no times, memory or paths, so that converting again gives the same card.
     """
     source = result.source.resolved if _is_hub_id(result) else result.source.name
+    # The figures that do not change when the model is converted again.
+    lasting = ((k, v) for k, v in figures(result).items() if k not in RUN_FIGURES and v != MISSING)
     return Document(
         kind="card",
         title=f"{result.source.name}: {form_name(result)}",
         summary=summary(result),
         sections=sections_of(
             section("How to open it", *_open_converted(result)),
-            section("What was measured", _figure_table(result)),
+            section("What was measured", Table(columns=("figure", "value"), rows=tuple(lasting))),
             _tensor_section(result),
             verification_section(result.verify),
             _restore_section(result),
@@ -98,12 +100,6 @@ def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
         f'`{auto}.from_pretrained("PATH", trust_remote_code=True)`.'
     )
     return _loading_code(auto, needs_lpconv=True), Prose(text=loader), Prose(text=_REFUSED)
-
-
-def _figure_table(result: ConvertResult) -> Table:
-    """Table of the results that do not change when the model is converted again."""
-    rows = ((k, v) for k, v in figures(result).items() if k not in RUN_FIGURES and v != MISSING)
-    return Table(columns=("figure", "value"), rows=tuple(rows))
 
 
 def _tensor_section(result: ConvertResult) -> Section | None:

@@ -1,7 +1,7 @@
 """Documents and sentences of a conversion: what was done, what it cost and how it was verified; and comparisons."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -217,13 +217,6 @@ def auto_class(architecture: str | None) -> str:
 
 
 def _provenance_section(result: ConvertResult) -> Section | None:
-    files = [("source", f) for f in result.source.files] + [("output", f) for f in result.files]
-    rows = tuple((f.name, part, size_text(f.size_bytes), f.sha256 or "not read") for part, f in files)
-    table = Table(columns=("File", "<Part", "Size", "<SHA-256"), rows=rows, has_names=True)
-    return section("Where it came from", Facts(values=_provenance(result)), table, only="page")
-
-
-def _provenance(result: ConvertResult) -> Mapping[str, str]:
     facts = {
         "Source": result.source.name,
         "Resolved to": result.source.resolved,
@@ -235,7 +228,11 @@ def _provenance(result: ConvertResult) -> Mapping[str, str]:
     if (calibration := result.calibration) is not None:
         windows = f"{count_text(calibration.num_tokens)} tokens in windows of {calibration.seq_len}"
         facts["Calibrated on"] = f"{calibration.text}, {windows}, SHA-256 {calibration.sha256}"
-    return facts | {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
+    facts |= {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
+    files = [("source", f) for f in result.source.files] + [("output", f) for f in result.files]
+    rows = tuple((f.name, part, size_text(f.size_bytes), f.sha256 or "not read") for part, f in files)
+    table = Table(columns=("File", "<Part", "Size", "<SHA-256"), rows=rows, has_names=True)
+    return section("Where it came from", Facts(values=facts), table, only="page")
 
 
 def _option_text(value: object) -> str:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
-from lpconv.report.document import Cell, Document, Outcome, Row, Section, Table, section, sections_of
+from lpconv.report.document import Cell, Document, Outcome, Row, Table, section, sections_of
 from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult, PackageRecord
 
 _OUTCOMES: dict[str, Outcome] = {NATIVE: "passed", EMULATED: "not run", UNAVAILABLE: "failed", ERROR: "failed"}
+_SUPPORT = ("<device", "<support", "<note")
 
 
 def doctor_document(result: DoctorResult) -> Document:
@@ -18,9 +19,9 @@ def doctor_document(result: DoctorResult) -> Document:
         title=f"lpconv {result.lpconv} on Python {result.python}, {result.platform}",
         facts={device.label: _device(device) for device in result.devices},
         sections=sections_of(
-            _table_section("Number formats", ("format", "<device", "<support", "<note"), formats),
-            _table_section("Scaled products", ("layout", "<device", "<support", "<note"), products),
-            _table_section("Packages", ("package", "<for", "<installed", "<needed"), packages),
+            section("Number formats", Table(columns=("format", *_SUPPORT), rows=formats)),
+            section("Scaled products", Table(columns=("layout", *_SUPPORT), rows=products)),
+            section("Packages", Table(columns=("package", "<for", "<installed", "<needed"), rows=packages)),
         ),
     )
 
@@ -28,10 +29,6 @@ def doctor_document(result: DoctorResult) -> Document:
 def alias_table(aliases: Iterable[tuple[str, str, str]]) -> Table:
     """Every alias and its hub id; `aliases` are (family, name, hub id)."""
     return Table(columns=("family", "<name", "<hub id"), rows=tuple(aliases))
-
-
-def _table_section(title: str, columns: tuple[str, ...], rows: tuple[Row, ...]) -> Section | None:
-    return section(title, Table(columns=columns, rows=rows))
 
 
 def _level(level: str) -> Cell:

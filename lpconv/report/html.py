@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Block, Document
+from lpconv.report.document import Block, Document, Section
 from lpconv.report.drawing import HEAT_SCALE, Drawing, HeatDrawing, depth_of, figure_of, legend_path
 from lpconv.report.numbers import MISSING, raise_exponents
 from lpconv.report.printable import printable_record
@@ -24,7 +24,8 @@ def html(document: Document) -> str:
     """Render a document as an HTML page."""
     shown = printable_record(document)
     sections = [s for s in shown.sections if s.only != "terminal"]
-    titles = [title for s in sections for title in ([s.title] if s.title else _chart_titles(s.blocks))]
+    # Without a title, each chart of a section gets a heading.
+    titles = [t.title for s in sections for t in ((s,) if s.title else s.blocks) if isinstance(t, (Section, Chart))]
     contents = titles if len(titles) >= _LONG else ()
     return _template().render(document=shown, sections=sections, contents=contents).lstrip()
 
@@ -38,10 +39,6 @@ def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
         else:
             runs.append([block])
     return runs
-
-
-def _chart_titles(blocks: Sequence[Block]) -> list[str]:
-    return [block.title for block in blocks if isinstance(block, Chart)]
 
 
 @functools.cache

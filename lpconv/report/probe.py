@@ -190,7 +190,10 @@ def _tensor_section(report: ProbeReport) -> Section | None:
         table = _tensor_table(("To zero", "Subnormal", "Beyond range", "SQNR", "<Held"), details)
         return section(f"Every tensor in {report.formats[0]}, the worst first", table, _DETAIL_WORDS)
     lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
-    rows: list[Row] = [(t.layer, t.words, _count_cell(t), *_lost_cells(t), _held_by(t)) for t in report.tensors]
+    rows: list[Row] = [
+        (t.layer, t.words, Cell(text=count_text(t.num_elements), sort=t.num_elements), *_lost_cells(t), _held_by(t))
+        for t in report.tensors
+    ]
     return section("Every tensor", _tensor_table(("Elements", *lost, "<Held by"), rows), _TENSOR_WORDS, only="page")
 
 
@@ -209,10 +212,6 @@ def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
         return -rates.lost, math.inf if math.isnan(rates.sqnr_db) else rates.sqnr_db
 
     return tuple(sorted(tensors, key=badness))
-
-
-def _count_cell(t: ProbedRecord) -> Cell:
-    return Cell(text=count_text(t.num_elements), sort=t.num_elements)
 
 
 def _lost_cells(t: ProbedRecord) -> list[Cell]:

@@ -235,17 +235,15 @@ def _sqnr_mark(t: _Measured, series: int, x: float, exact: float, run: str) -> M
 
 
 def _sqnr_words(measured: Mapping[str, Mapping[str, _Measured]], noun: str) -> str:
-    return " ".join(
-        _run_words(run if len(measured) > 1 else f"Over the {noun}s", _decibels(members))
-        for run, members in measured.items()
-    )
-
-
-def _run_words(run: str, decibels: Sequence[float]) -> str:
-    if not decibels:
-        return f"{run}: not measured."
-    lowest, median = sqnr_text(min(decibels), " dB"), sqnr_text(statistics.median(decibels), " dB")
-    return f"{run}: lowest {lowest}, median {median}."
+    """The lowest and the median SQNR of each run."""
+    words = []
+    for run, members in measured.items():
+        decibels, figures = _decibels(members), "not measured"
+        if decibels:
+            lowest, median = min(decibels), statistics.median(decibels)
+            figures = f"lowest {sqnr_text(lowest, ' dB')}, median {sqnr_text(median, ' dB')}"
+        words.append(f"{run if len(measured) > 1 else f'Over the {noun}s'}: {figures}.")
+    return " ".join(words)
 
 
 def _column_axis(tensors: Sequence[_Measured], label: str) -> Axis:
