@@ -184,16 +184,11 @@ def _check_unique(jobs: Sequence[BatchJob]) -> None:
             )
 
 
-def _hints_by_key() -> dict[str, str]:
-    """Hints for settings that belong to another kind of job."""
-    kinds: dict[str, list[str]] = {}
-    for name, kind in KINDS.items():
-        for key in kind.fields:
-            kinds.setdefault(key, []).append(f"kind: {name}")
-    return {key: f"it is a setting of {' and '.join(names)}" for key, names in kinds.items()}
-
-
-_HINTS = _hints_by_key()
+# Hints for settings that belong to another kind of job.
+_HINTS = {
+    key: f"it is a setting of {' and '.join(f'kind: {name}' for name, kind in KINDS.items() if key in kind.fields)}"
+    for key in dict.fromkeys(key for kind in KINDS.values() for key in kind.fields)
+}
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import (
     ConvertResult,
-    FinetuneResult,
     JobEstimate,
     JobOutcome,
     PartResult,
@@ -99,9 +98,8 @@ def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:
     error = gate_problem(result)
     if error is not None:
         raise error
-    return JobOutcome(
-        source=source, figures=_finetune_figures(result), warnings=result.warnings, versions=result.versions
-    )
+    figures = {name: value for name, figure in FINETUNE_GATES.metrics.items() if (value := figure(result)) is not None}
+    return JobOutcome(source=source, figures=figures, warnings=result.warnings, versions=result.versions)
 
 
 def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
@@ -162,8 +160,3 @@ def _source(job: BatchJob) -> SourceRecord:
     if job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
     return Checkpoint.open(job.model).record()
-
-
-def _finetune_figures(result: FinetuneResult) -> dict[str, float]:
-    figures = {name: figure(result) for name, figure in FINETUNE_GATES.metrics.items()}
-    return {name: value for name, value in figures.items() if value is not None}

@@ -6,6 +6,7 @@ jinja2 escapes all text; all markup, style and script is in the template.
 import functools
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import jinja2
@@ -32,13 +33,8 @@ def html(document: Document) -> str:
 
 def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
     """The blocks one by one, with consecutive charts grouped."""
-    runs: list[list[Block]] = []
-    for block in blocks:
-        if runs and isinstance(block, Chart) and isinstance(runs[-1][0], Chart):
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return runs
+    groups = groupby(blocks, key=lambda block: Chart if isinstance(block, Chart) else id(block))
+    return [list(run) for _, run in groups]
 
 
 @functools.cache

@@ -24,6 +24,7 @@ T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 
 _ACTIONS = ("convert", "keep", "tie")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
+_LAYER = re.compile(r".*?\.\d+(?=\.|\Z)", re.DOTALL)
 _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
 SINGLE_ELEMENTS = "The largest relative error is of a single element: 1 if it became 0, and large for values near 0."
 _MOST = 1000  # most tensors and layers on a page
@@ -107,11 +108,8 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 
 def _layer_prefix(name: str) -> str | None:
     """The name up to its first number: ``encoder.layer.3`` for ``encoder.layer.3.attention.self.query.weight``."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal() and i > 0:
-            return ".".join(parts[: i + 1])
-    return None
+    found = _LAYER.match(name)
+    return found[0] if found else None
 
 
 def modules_of(names: Sequence[str]) -> dict[str, str]:
