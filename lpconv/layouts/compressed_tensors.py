@@ -375,6 +375,7 @@ LAYOUT = Layout(
     numbers_of=NUMBERS_OF,
     excludes_by_name=True,
     has_cache_scales=True,
+    fused_by="vLLM and SGLang",
     form=CompressedTiles,
     schemes=(
         Scheme("FP8_DYNAMIC", "e4m3fn", "row", 8.01, _TRIED, "serving on unknown hardware; inputs in fp8"),

@@ -16,12 +16,10 @@ from lpconv.layouts import READ
 from lpconv.layouts.compressed_config import missing_input_scales, weight_settings
 from lpconv.layouts.headers import ACTIVATIONS, is_part, judged_grids
 from lpconv.layouts.layout import Layout
-from lpconv.layouts.linears import MATCHING_S, expression
+from lpconv.layouts.linears import MATCHING_S, expression, fused_groups
 from lpconv.report.numbers import code_list
 from lpconv.summed import Summed
 
-# Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 _GLOB = re.compile(r"[*?\[]")
 _SURELY_CODES = (".weight_packed", ".qweight")
 
@@ -46,18 +44,6 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     mixed = () if READ[method].mixes_types else _mixed_fused_weights(forms)
     problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, READ[method], forms, grids))
     return Findings(problems=problems, warnings=(*_block_warnings(grids), *mixed))
-
-
-def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(common prefix, names) of every group of two or more weights that readers fuse."""
-    present = set(names)
-    for members in _FUSED:
-        for name in sorted(present):
-            stem, _, leaf = name.removesuffix(".weight").rpartition(".")
-            if leaf == members[0]:
-                group = tuple(n for m in members if (n := f"{stem}.{m}.weight") in present)
-                if len(group) > 1:
-                    yield stem, group
 
 
 def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:

@@ -59,7 +59,8 @@ class Layout:
     have different ones), the `schemes`, and for model cards how to open a checkpoint: `opening`, with `{codes}`, and
     lines of `python`, with `{auto}` and `{path}`. `tag` and `library`, which opens it, are those of the hub; `served`
     are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md). `has_cache_scales`:
-    it can store scales of keys and values. `file` is the only file, to which `{path}` then leads; else empty.
+    it can store scales of keys and values. `fused_by` names its readers that fuse weights, such as q/k/v, which then
+    need one format. `file` is the only file, to which `{path}` then leads; else empty.
     """
 
     name: str
@@ -81,4 +82,5 @@ class Layout:
     library: str = "transformers"
     served: tuple[tuple[str, str], ...] = ()
     has_cache_scales: bool = False
+    fused_by: str = ""
     file: str = ""

@@ -3,12 +3,21 @@
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 MATCHING_S = 5.0  # time limit for expressions in a config
+# Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names. Source: the
+# `packed_modules_mapping` of vLLM 0.32's models.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"),
+    ("wq", "wk", "wv"), ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+    ("key_proj", "value_proj"), ("c_fc_0", "c_fc_1"), ("wq_a", "wkv"),
+)  # fmt: skip
+_MEMBERS = {leaf: members for members in _FUSED for leaf in members}
+_EXPERT = re.compile(r"(.*\.experts)\.(?!.*bias$)")
 _COUNTS, _MAX_EXPRESSION = re.compile(r"[{,](\d{1,9})"), 1000  # characters, and repeats of an expression
 
 
@@ -43,6 +52,32 @@ class LinearModules:
         return tuple(
             dict.fromkeys(n for name in (*unquantised, *self.others) for n in (name, self.in_model.get(name, name)))
         )
+
+
+def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(common prefix, names) of every group of two or more weights that readers fuse into one matrix."""
+    groups: dict[tuple[str, tuple[str, ...]], dict[int, str]] = {}
+    for name in sorted(names):
+        if fused := _fused_into(name):
+            groups.setdefault(fused, {})[fused[1].index(name.split(".")[-2])] = name
+    for (stem, _), group in groups.items():
+        if len(group) > 1:
+            yield stem, tuple(group[place] for place in sorted(group))
+
+
+def format_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """All names, in groups that need one format: weights that readers fuse, experts of a layer, or a single name."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        layer = _EXPERT.match(name)
+        groups.setdefault(layer[1] if layer else _fused_into(name) or name, []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _fused_into(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """(prefix, last name parts of all members) of the matrix into which readers fuse a weight, or None."""
+    stem, _, leaf = name.removesuffix(".weight").rpartition(".")
+    return (stem, _MEMBERS[leaf]) if leaf in _MEMBERS and name.endswith(".weight") else None
 
 
 def expression(entry: str) -> Any:

@@ -21,8 +21,9 @@ from lpconv.forms.form import Side
 from lpconv.forms.grid import Grid, is_positive
 from lpconv.forms.planes import Span
 from lpconv.layouts.compressed_config import INPUT_SCALES
-from lpconv.layouts.defects import Findings, fused_groups
+from lpconv.layouts.defects import Findings
 from lpconv.layouts.headers import judged_grids
+from lpconv.layouts.linears import fused_groups
 from lpconv.report.numbers import code_list
 from lpconv.storage.source import Source, read_range, read_tensor
 from lpconv.summed import Summed, joined

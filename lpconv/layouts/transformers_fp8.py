@@ -100,6 +100,7 @@ LAYOUT = Layout(
     methods=("fp8", "mxfp8"),
     read=_read,
     dequantizer="FineGrainedFP8Config",
+    fused_by="vLLM and SGLang",
     form=FineGrained,
     schemes=(
         Scheme("TRANSFORMERS_FP8", "e4m3fn", "128x128", 8, _OPENS, "plain transformers, in DeepSeek-V3's layout"),

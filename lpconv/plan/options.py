@@ -217,6 +217,13 @@ class ConvertOptions:
             parse=parse_rule,
         ),
     ] = ()
+    allow_mixed_groups: Annotated[
+        bool,
+        Option(
+            "Allow several formats within q/k/v or gate/up, for readers that do not fuse them; vLLM and SGLang do",
+            panel=_WHAT,
+        ),
+    ] = False
     max_shard_size: Annotated[
         int | None,
         size_option(
@@ -250,6 +257,12 @@ class ConvertOptions:
     def patterns(self) -> tuple[str, ...]:
         """All patterns of tensor names."""
         return (*self.include, *self.exclude, *(r.pattern for r in self.rules))
+
+    def decides(self, name: str) -> bool:
+        """Whether a pattern keeps a tensor unconverted or chooses its format."""
+        chosen = (*self.exclude, *(r.pattern for r in self.rules))
+        included = not self.include or any(matches(p, name) for p in self.include)
+        return not included or any(matches(p, name) for p in chosen)
 
     @property
     def has_input_scales(self) -> bool:

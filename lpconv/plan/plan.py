@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.facts import ConvertedFacts
+from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import cache_scale_name
-from lpconv.layouts.defects import fused_groups
-from lpconv.layouts.linears import LinearModules
+from lpconv.layouts.linears import LinearModules, format_groups, fused_groups
 from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
@@ -28,6 +28,8 @@ from lpconv.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MISFIT = "whose sizes do not fit"  # end of the reason of weights that stay wide with another part of their group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,7 @@ def make_plan(
     `linears` are the model's `Linear` modules, for a layout that converts only those.
 
     Raises UnsupportedError if a scale would have the name of a source tensor, or if no reader could open the output;
-    UsageError for a pattern that matches no tensor.
+    UsageError for a pattern that matches no tensor, or gives several formats to weights that readers fuse.
     """
     suffixes = form_type(options).suffixes
     owners = {*entries, *(n.removesuffix(".weight") for n in entries)}
@@ -271,6 +273,7 @@ def make_plan(
         check_matches(pattern, entries)
     planned = {n: _plan_tensor(info, options, ties.get(n), linears) for n, (info, _) in entries.items()}
     if linears is not None:
+        planned |= {t.name: t for t in _keep_groups_whole(planned, linears, options)}
         _check_readable(planned, linears, options)
     _check_free_names([c.name for t in planned.values() for c in t.form.side if c.name in entries])
     planned |= {t.name: t for t in _link_fused(planned)}
@@ -295,6 +298,33 @@ def _plan_tensor(
         return PlannedTensor.tied(info, tied_to)
     form, reason = decide(info, options, linears=linears)
     return PlannedTensor(info=info, form=form, reason=reason)
+
+
+def _keep_groups_whole(
+    planned: Mapping[str, PlannedTensor], linears: LinearModules, options: FilledOptions
+) -> Iterator[PlannedTensor]:
+    """The tensors that stay wide, because shapes keep a part of their group wide and readers fuse the group.
+
+    Raises UsageError if the options' patterns give the parts of a group different formats.
+    """
+    readers = "" if options.allow_mixed_groups else LAYOUTS[options.layout].fused_by
+    weights = [n for n in planned if n in linears.weights and n not in linears.experts]
+    for names in format_groups(weights) if readers else ():
+        group = [planned[n] for n in names]
+        if len({t.format for t in group}) < 2:
+            continue
+        if any(options.decides(t.name) for t in group):
+            stem, leaves = group[0].module.rpartition(".")[0], [t.module.rpartition(".")[2] for t in group]
+            stored = (
+                f"{leaf} ({t.format.name if t.format else 'kept'})" for leaf, t in zip(leaves, group, strict=True)
+            )
+            raise UsageError(
+                f"`{stem}`: {readers} fuse {', '.join(stored)}, so these need one format",
+                hint=f"'re:{stem}.({'|'.join(leaves)})' matches all; --allow-mixed-groups is for other readers",
+            )
+        part = next(t for t in group if t.format is None).module.rpartition(".")[2]
+        reason = f"{readers} fuse it with `{part}`, {MISFIT}"
+        yield from (replace(t, form=Kept.unchanged(t.info), reason=reason) for t in group if t.format is not None)
 
 
 def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules, options: FilledOptions) -> None:

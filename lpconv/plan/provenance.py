@@ -16,7 +16,7 @@ from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
-from lpconv.plan.plan import Plan, PlannedTensor
+from lpconv.plan.plan import MISFIT, Plan, PlannedTensor
 from lpconv.plan.suited import largest_group
 from lpconv.report.numbers import code_list, plural
 from lpconv.report.printable import printable
@@ -103,7 +103,10 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
 
 
 def _group_warnings(plan: Plan) -> Iterator[str]:
-    """A warning if groups divide the rows of less than half of all matrices, with the granularity that divides all."""
+    """Warnings about matrices that stay wide because of parts of a fused weight, or because groups do not fit most."""
+    if joined := [t for t in plan.tensors if t.reason.endswith(MISFIT)]:
+        mend = "--allow-mixed-groups converts them for other readers"
+        yield f"{code_list([t.name for t in joined])}: unconverted, since {joined[0].reason}; {mend}"
     grain = get_grain(plan.options.granularity)
     group = grain.tile[1] if grain is not None and grain.tile[0] == 1 else 0
     kept = [t for t in plan.tensors if t.format is None and group and t.reason.endswith(f"not a multiple of {group}")]

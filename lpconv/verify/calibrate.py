@@ -64,7 +64,7 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     if missed:
         raise UnsupportedError(
             f"the text never reaches {code_list(missed)}, so their input scales cannot be measured",
-            hint=f"leave these layers unconverted with --exclude '{missed[0]}.weight'",
+            hint=f"leave their blocks unconverted with --exclude '{missed[0].rpartition('.')[0]}.*'",
         )
     path = text_at(str(job.plan.options.calibrate))
     return CalibrationRecord(

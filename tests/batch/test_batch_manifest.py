@@ -325,7 +325,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "include": ["a.*"], "exclude": "b.*",
         "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000,
         "verify": "none", "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25,
-        "points_max": 2, "cache": True, "allow_missing": True, "kv_cache": "fp8",
+        "points_max": 2, "cache": True, "allow_missing": True, "allow_mixed_groups": True, "kv_cache": "fp8",
     },
     "finetune": {
         "grad_accum": 2, "gradient_checkpointing": True,

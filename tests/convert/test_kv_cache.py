@@ -103,7 +103,7 @@ def test_verify_sees_a_changed_scale(tmp_path: Path) -> None:
     ("options", "error"),
     [
         ({"format": "e4m3fn"}, UsageError),
-        ({"scheme": "FP8_DYNAMIC", "exclude": ("*.0.*.k_proj.weight",)}, UnsupportedError),
+        ({"scheme": "FP8_DYNAMIC", "exclude": ("*.0.*.[qkv]_proj.weight",)}, UnsupportedError),
     ],
 )
 def test_outputs_without_a_place_for_the_scales_are_refused(

@@ -1,6 +1,7 @@
 """What 8-bit formats leave in 16 bits, through whole conversions: kept as it is, named in the config, or overruled."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import transformers
 from safetensors.torch import load_file
 
 from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.errors import UsageError
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, FormatRule
 
@@ -70,3 +73,22 @@ def test_a_rule_converts_what_would_be_left(tmp_path: Path) -> None:
     convert(str(path), tmp_path / "own", own)
     stored = load_file(tmp_path / "own/model.safetensors")
     assert stored["backbone.layers.0.mixer.A_log"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("given", [{"exclude": ("*.v_proj.weight",)}, {"include": ("*.1.mlp.up_proj.weight",)}])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "TRANSFORMERS_MXFP8"])
+def test_weights_that_vllm_fuses_get_one_format(scheme: str, given: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    """vLLM 0.32 refuses others (`should_ignore_layer` in compressed_tensors/utils.py, `is_layer_skipped` for fp8)."""
+    asked = ConvertOptions(scheme=scheme, **given)  # type: ignore[arg-type]  # patterns only
+    with pytest.raises(UsageError, match=r"v_proj \(kept\)|gate_proj \(kept\)"):
+        convert(str(demo_checkpoint()), tmp_path / "out", asked)
+    assert convert(str(demo_checkpoint()), tmp_path / "out", replace(asked, allow_mixed_groups=True)).verify.passed
+
+
+def test_sizes_that_keep_one_part_wide_keep_what_is_fused_with_it(tmp_path: Path) -> None:
+    """k_proj and v_proj of the demo model have half a block of 128 rows."""
+    result = convert(str(demo_checkpoint()), tmp_path / "out", ConvertOptions(scheme="TRANSFORMERS_FP8"))
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    attention = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(4) for part in "qkv"]
+    assert {n for n in config["modules_to_not_convert"] if "layers" in n} == {*attention}
+    assert any("k_proj" in warning for warning in result.warnings)

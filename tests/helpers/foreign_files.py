@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lpconv.layouts.compressed_config import input_scale_name
-from lpconv.layouts.defects import fused_groups
+from lpconv.layouts.linears import fused_groups
 
 __all__ = ["AWQ_ORDER", "MAKERS", "Maker", "make_foreign", "pack_words", "quantised"]
 
