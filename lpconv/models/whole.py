@@ -106,9 +106,8 @@ def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allo
 
 def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
     """Compare the stored tensors with the model that config.json describes."""
-    known, is_tied = known_shapes(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
-    if known is not None and known == {**({_HEAD: known[_HEAD]} if is_tied else {}), **shapes}:
-        return Fit()
+    if (fit := _compare_with_family(checkpoint.config, shapes)) is not None:
+        return fit
     if "model_type" not in checkpoint.config:
         raise UnsupportedError(
             "config.json names no model_type", hint="add it, so that names and shapes can be checked"
@@ -116,6 +115,22 @@ def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
     from lpconv.models.empty import compare_empty  # transformers takes seconds to import
 
     return Fit(**compare_empty(checkpoint, shapes))
+
+
+def _compare_with_family(config: Mapping[str, Any], shapes: Shapes) -> Fit | None:
+    """The comparison with the model of a known family.
+
+    None if the family is unknown, has none of some tensors, or lacks a table that may be tied to another.
+    """
+    known = known_shapes(config)
+    if known is None or shapes.keys() - known.keys():
+        return None
+    is_tied = config.get("tie_word_embeddings") is True
+    missing = known.keys() - shapes.keys() - ({_HEAD} if is_tied else set())
+    wrong = {n: (shape, known[n]) for n, shape in sorted(shapes.items()) if shape != known[n]}
+    if {_EMBEDDING, _HEAD} & (missing | wrong.keys()):
+        return None
+    return Fit(model=config["architectures"][0], missing=tuple(sorted(missing)), shapes=wrong)
 
 
 def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
-from lpconv.models.empty import empty_model, linear_modules
-from lpconv.models.whole import FAMILIES, known_linears, known_shapes
+from lpconv.models.empty import compare_empty, empty_model, linear_modules
+from lpconv.models.whole import FAMILIES, Fit, compare_with_model, known_linears, known_shapes
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
 
@@ -35,6 +35,9 @@ def test_what_is_known_of_a_family_is_what_transformers_builds(tmp_path: Path, f
     contents = Checkpoint.open(tmp_path)
     stored = {name: tuple(x.shape) for name, x in empty_model(contents).state_dict().items()}
     assert known_linears(config, stored) == linear_modules(contents, stored)
+    norm = "model.layers.0.input_layernorm.weight"
+    lacking = {n: (n == norm and (7,)) or s for n, s in stored.items() if "layers.2.mlp.up" not in n}
+    assert compare_with_model(contents, lacking) == Fit(**compare_empty(contents, lacking))
     del stored["lm_head.weight"]  # as where it is tied
     assert known_linears(config, stored) == linear_modules(contents, stored)
 
