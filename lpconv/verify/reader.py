@@ -10,6 +10,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
 from lpconv.forms.coded import digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.gguf import GGUF
 from lpconv.layouts.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.plan.options import NEAREST
 from lpconv.results import CalibrationRecord, SourceRecord, TensorRecord, from_json
@@ -49,6 +50,19 @@ class Recorded:
     def tensors(self) -> tuple[TensorRecord, ...]:
         """The record of every tensor. Raises InputError if it is damaged."""
         return from_json(tuple[TensorRecord, ...], self.provenance["tensors"])
+
+    def check_source(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise InputError unless the checkpoint called `name` has the tensors that were converted, by their shapes."""
+        recorded = {r.name: r.shape for r in self.tensors}
+        leaves_out = self.provenance["options"].get("layout") == GGUF  # masks, which its files do not hold
+        names = sorted(recorded if leaves_out else recorded.keys() | shapes.keys())
+        wrong = next((n for n in names if recorded.get(n) != shapes.get(n)), None)
+        if wrong is not None:
+            a, b = (s.get(wrong, "no such tensor") for s in (recorded, shapes))
+            raise InputError(
+                f"`{self.directory.name}` was not made from `{name}`: they differ in `{wrong}`, {a} and {b}",
+                hint="pass the checkpoint that was converted to --against",
+            )
 
     @cached_property
     def absmax(self) -> Mapping[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from lpconv.data.texts import check_reads_text, check_seq_len, check_text, num_positions
 from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
-from lpconv.layouts.reader import open_readable
+from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.machine import usable_cores
 from lpconv.options import check, with_keywords
 from lpconv.plan.files import summed_files
@@ -118,6 +118,8 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     is_compared = runs_models or is_open or level == "weights" or bool(gates)
     named = None if against is None else open_readable(against)
     source = named or (recorded.open_source(option="--against") if is_compared else None)
+    if source is not None:
+        recorded.check_source(source.origin.name, stored_shapes(source))
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match {SUMS}" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None

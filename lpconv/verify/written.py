@@ -224,7 +224,6 @@ def check_source(
 
     Raises InputError if the source is not the one that was converted, UnreadError if disk or network fail.
     """
-    _check_same_tensors(job, recorded.tensors)
     try:
         checked = _check_weights(job, recorded, result, progress)
     except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
@@ -232,16 +231,6 @@ def check_source(
     if job.plan.options.verify != "weights":
         checked = with_models(job, recorded.directory, checked, recorded.tensors, progress)
     return with_gates(checked, gates)
-
-
-def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
-    recorded, present = {r.name for r in records}, set(job.source.entries)
-    for name in sorted(recorded ^ present)[:1]:
-        raise InputError(
-            f"the {'source' if name in recorded else 'output'} has no tensor `{name}`: it is not the checkpoint that "
-            "was converted",
-            hint="pass the right checkpoint to --against",
-        )
 
 
 def _check_weights(job: Job, recorded: Recorded, result: VerifyResult, progress: Progress) -> VerifyResult:
