@@ -35,7 +35,6 @@ def advise(
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)
-    check_data(options.training("fp32", steps=options.steps), directory=checkpoint.directory)
     check_reads_text(checkpoint.config, hint=NO_TEXT)
     if not has_tokenizer(checkpoint.directory):
         raise InputError(
@@ -43,6 +42,7 @@ def advise(
             hint="copy the tokenizer files next to the weights",
         )
     check_seq_len(options.seq_len, num_positions(checkpoint.config))
+    check_data(options.training("fp32", steps=options.steps), checkpoint)
     deadline.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
     from lpconv.advise.study import study  # imports torch and transformers (seconds)
 

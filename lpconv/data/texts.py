@@ -21,6 +21,7 @@ QUICK_BYTES = 64 * 2**20  # takes about a second to read
 _VISIBLE = re.compile(r"\S")
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
+_SAMPLE = 2**16  # characters of a long text whose ids a check looks at
 _MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
 SEQ_LEN = 128  # default, if the model has that many positions
 # In these models positions start after the padding id, so two positions are unused.
@@ -30,6 +31,7 @@ _TOKENIZERS = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 
+Rows = Sequence[Mapping[str, Any]]
 FILE_KINDS = {
     ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet",
@@ -59,32 +61,72 @@ def read_text(path: Path, limit: int = -1) -> str:
     return text
 
 
-def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None = None) -> None:
-    """Raise as `read_text` does, and InputError for a text shorter than one sequence of the model in `directory`.
+def check_text(
+    path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None = None, *, parts: int = 1
+) -> None:
+    """Raise as `read_text` and `quick_rows` do, and as `check_rows` for the model in `directory`."""
+    if file_kind(path) == "text" or not path.is_file() or not path.stat().st_size:
+        check_length([read_text(path, _LOOKED_AT)], path, directory, config, wanted, parts=parts)
+    elif (rows := quick_rows(path)) is not None:
+        check_rows(rows, text_column(path, columns_of(rows)), path, directory)
+        check_length(texts_in(rows, text_column(path, columns_of(rows))), path, directory, config, wanted, parts=parts)
 
-    A sequence has `wanted` tokens, or by default the usual number for `config`. The tokens of a short text are counted
-    with tokenizer.json; without that file each byte counts as a token, the upper bound. A file of rows only has to be
-    there, with a text column if that can be told without `datasets`.
+
+def check_length(
+    texts: Sequence[str], path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None, *, parts: int = 1
+) -> None:
+    """Raise InputError for texts with fewer tokens than `parts` sequences, or with ids that the model does not embed.
+
+    A sequence has `wanted` tokens, or by default the usual number for `config`. The tokens of short texts are counted
+    with tokenizer.json; without that file each byte counts as a token, the upper bound.
     """
-    if file_kind(path) != "text" and path.is_file() and path.stat().st_size:
-        columns = columns_of(path)
-        if columns is not None:
-            check_template(text_column(path, columns), path, directory)
-        return
     # `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens.
-    text, seq_len = read_text(path, _LOOKED_AT), wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
-    num, unit = len(text.encode()), "bytes"
-    if num < _MOST_BYTES * seq_len:
-        with contextlib.suppress(Exception):  # damaged files raise arbitrary errors, which tokenising will report
-            from tokenizers import Tokenizer  # fast to import, unlike transformers
+    seq_len = wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
+    needed = parts * (seq_len - _SPECIAL_TOKENS) - 2 * (len(texts) - 1)  # an end or an empty line between two texts
+    num, unit = sum(len(x.encode()) for x in texts), "bytes"
+    is_short, vocab_size = num < _MOST_BYTES * needed, (config.get("text_config") or config).get("vocab_size")
+    if is_short or _has_more_ids(directory, vocab_size):
+        ids = _ids(texts if is_short else [texts[0][:_SAMPLE]], directory)
+        if ids is not None and isinstance(vocab_size, int):
+            check_largest_id(max(ids, default=0), vocab_size)
+        if ids is not None and is_short:
+            num, unit = len(ids), "tokens"
+    if num < needed:
+        sequences = "one sequence" if parts == 1 else "two sequences, one of them held out,"
+        raise InputError(
+            f"`{path}` has {num} {unit}, fewer than {sequences} of {seq_len} tokens",
+            hint="pass more text, or a smaller --seq-len if the command has it",
+        )
 
-            counting = Tokenizer.from_file(str(directory / "tokenizer.json"))
-            counting.no_truncation()
-            counting.no_padding()
-            num, unit = len(counting.encode(text).ids), "tokens"
-    if num + _SPECIAL_TOKENS < seq_len:
-        short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
-        raise InputError(short, hint="pass a longer text, or a smaller --seq-len if the command has it")
+
+def _ids(texts: Sequence[str], directory: Path) -> list[int] | None:
+    """All token ids of some texts by tokenizer.json; None if it cannot be used."""
+    with contextlib.suppress(Exception):  # damaged files raise arbitrary errors, which tokenising will report
+        from tokenizers import Tokenizer  # fast to import, unlike transformers
+
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return [i for one in tokenizer.encode_batch([*texts]) for i in one.ids]
+    return None
+
+
+def _has_more_ids(directory: Path, vocab_size: object) -> bool:
+    """Whether tokenizer.json has ids beyond the model's; texts need not contain them."""
+    with contextlib.suppress(Exception):
+        settings = json.loads((directory / "tokenizer.json").read_bytes())
+        last = max(len(settings["model"]["vocab"]), *(x["id"] + 1 for x in settings["added_tokens"]))
+        return isinstance(vocab_size, int) and last > vocab_size
+    return False
+
+
+def check_largest_id(largest: int, vocab_size: int) -> None:
+    """Raise InputError if a vocabulary of `vocab_size` does not include the largest id."""
+    if largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer makes ids up to {largest}, but the model has {vocab_size} embeddings",
+            hint="the tokenizer belongs to another model",
+        )
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -92,35 +134,68 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _TOKENIZERS)
 
 
-def check_template(column: str, path: Path, directory: Path) -> None:
-    """Raise InputError for conversations if the tokenizer's files in `directory` show that it has no chat template."""
-    settings = directory / "tokenizer_config.json"
-    if column not in CHAT_COLUMNS or any(directory.glob("*chat_template*")) or not settings.is_file():
+def check_rows(rows: Rows, column: str, path: Path, directory: Path) -> None:
+    """Raise InputError for rows without text, and for conversations that the chat template in `directory` cannot show.
+
+    A template is read as text, so this does not need transformers.
+    """
+    if column not in CHAT_COLUMNS:
+        if not texts_in(rows, column):
+            raise InputError(f"column `{column}` of `{path.name}` has no text", hint="pass another --text-column")
         return
-    if b"chat_template" not in settings.read_bytes():
+    conversations = [row[column] for row in rows if row.get(column)]
+    if not conversations:
+        raise InputError(f"column `{column}` of `{path.name}` has no messages", hint="pass conversations with messages")
+    files = [p for p in (*directory.glob("*chat_template*"), directory / "tokenizer_config.json") if p.is_file()]
+    template = "".join(p.read_text(encoding="utf-8", errors="replace") for p in files)
+    if len(files) < 2 and "chat_template" not in template:
         raise InputError(
             f"`{path.name}` has conversations, but the model's tokenizer has no chat template",
             hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
         )
+    for turns in conversations:
+        check_turns([x for x in turns if isinstance(x, Mapping)], template, path.name)
 
 
-def columns_of(path: Path) -> Sequence[str] | None:
-    """Column names from the head of a file, or of all JSON lines, because rows may lack some.
+def check_turns(turns: Sequence[Mapping[str, Any]], template: str, name: str) -> None:
+    """Raise InputError for turns of which a chat template would silently leave out a part that is not text."""
+    for turn in turns:
+        content = turn.get("content", turn.get("value"))
+        kinds = [str(x.get("type")) for x in content if x.get("type") != "text"] if isinstance(content, list) else []
+        if turn.get("tool_calls") and "tool_calls" not in template:
+            kinds = ["tool_calls"]
+        if kinds:
+            raise InputError(
+                f"a conversation of `{name}` has `{kinds[0]}`, which lpconv cannot make a text of: {turn!r:.80}",
+                hint="leave such conversations out; tool calls need a chat template that mentions tool_calls",
+            )
 
-    None if only `datasets` can determine them, whose import takes seconds. Raises InputError for lines that are not
-    JSON.
+
+def texts_in(rows: Rows, column: str) -> list[str]:
+    """The texts of a column, without empty ones."""
+    return [x for row in rows if isinstance(x := row.get(column), str) and x.strip()]
+
+
+def columns_of(rows: Rows) -> Sequence[str]:
+    """The columns that any of the rows has."""
+    return tuple(dict.fromkeys(key for row in rows for key in row if key is not None))
+
+
+def quick_rows(path: Path) -> Rows | None:
+    """The rows of a file by column; None if only `datasets` can read them, whose import takes seconds.
+
+    Raises InputError for a file without rows, and for lines that are not JSON.
     """
-    suffix = path.suffix.lower()
+    suffix, rows = path.suffix.lower(), None
     with contextlib.suppress(OSError, ValueError, TypeError, csv.Error):
-        if file_kind(path) == "text":
-            return ("text",)
-        if suffix in (".csv", ".tsv"):
+        if path.stat().st_size < QUICK_BYTES and suffix in (".csv", ".tsv"):
             with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",")
-                return next((row for row in rows if row), None)
-        if suffix == ".jsonl" and path.stat().st_size < QUICK_BYTES:
-            return tuple(dict.fromkeys(key for row in _json_rows(path) for key in dict(row)))
-    return None
+                rows = [*csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",")]
+        elif path.stat().st_size < QUICK_BYTES and suffix == ".jsonl":
+            rows = [*map(dict, _json_rows(path))]
+    if rows == []:
+        raise InputError(f"`{path}` has no rows", hint="pass a file with rows in it")
+    return rows
 
 
 def _json_rows(path: Path) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.data.texts import has_tokenizer, text_of
+from lpconv.data.texts import check_largest_id, check_turns, has_tokenizer, text_of
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_text_config
@@ -63,6 +63,7 @@ def chat_text(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str, **o
 
     `name` is the file's, for errors, and `options` are those of `apply_chat_template`.
     """
+    check_turns(turns, str(tokenizer.chat_template), name)
     try:
         return str(tokenizer.apply_chat_template([*map(chat_message, turns)], tokenize=False, **options))
     except Exception as e:  # templates raise errors of their own
@@ -73,10 +74,15 @@ def chat_text(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str, **o
 
 
 def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as templates read it. Fields that only other turns have are None in Arrow, and left out."""
+    """A turn as templates read it, with its text in one piece.
+
+    Fields that only other turns have are None in Arrow, and left out.
+    """
     if "from" in turn:
         return {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
-    return {k: v for k, v in turn.items() if v is not None} | {k: turn[k] for k in ("role", "content")}
+    text = turn["content"]
+    text = "".join(part["text"] for part in text) if isinstance(text, list) else text
+    return {k: v for k, v in turn.items() if v is not None} | {"role": turn["role"], "content": text}
 
 
 def answer_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str) -> list[tuple[list[int], list[bool]]]:
@@ -116,15 +122,6 @@ def _marked(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tupl
     """Token ids of a text, and which of them have characters in one of the spans, as transformers marks them."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoded["input_ids"], [any(at < b and a < end for a, b in spans) for at, end in encoded["offset_mapping"]]
-
-
-def check_largest_id(largest: int, vocab_size: int) -> None:
-    """Raise InputError if a vocabulary of `vocab_size` does not include the largest id."""
-    if largest >= vocab_size:
-        raise InputError(
-            f"the tokenizer makes ids up to {largest}, but the model has {vocab_size} embeddings",
-            hint="the tokenizer belongs to another model",
-        )
 
 
 def special_id(tokenizer: Any, name: str) -> int | None:

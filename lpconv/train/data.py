@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,29 @@ from lpconv.data.texts import (
     FILE_KINDS,
     QUICK_BYTES,
     TEXT_COLUMNS,
-    check_template,
+    check_length,
+    check_rows,
+    check_text,
     columns_of,
     datasets_library,
     file_kind,
+    quick_rows,
     read_file,
     read_text,
+    texts_in,
 )
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.lookup import nearest
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
-from lpconv.train.options import FinetuneOptions
+from lpconv.train.options import FinetuneOptions, task_in
 
 _TARGETS = ("target", "output", "summary")  # may be classes or texts
 _LABELS = ("label", "labels", *_TARGETS)
 _PAIR = {"prompt", "completion"}
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+_CAUSAL_MODELS = ("ForCausalLM", "LMHeadModel")
+_LANGUAGE_MODELS = (*_CAUSAL_MODELS, "ForMaskedLM")
 _OFFLINE_HINT = "offline, a data set must be in the cache; local files need a known suffix, such as .jsonl"
 
 
@@ -42,20 +48,22 @@ def _is_file_name(name: str) -> bool:
 
 
 def is_text(name: str) -> bool:
+    """Whether `--data` is a plain text."""
     return _is_file_name(name) and file_kind(Path(name)) == "text"
 
 
-def check_data(options: FinetuneOptions, architecture: str = "", directory: Path | None = None) -> None:
-    """Validate the data options without reading all data, for a model class and its directory if they are known.
+def check_data(options: FinetuneOptions, model: Checkpoint | None = None) -> None:
+    """Validate the data options without importing `datasets`, for a model if it is known.
 
-    Raises InputError for a file that is missing, empty or not text, or an unavailable data set; UsageError for a column
-    that is missing, given without data or ambiguous.
+    Raises InputError for a file that is missing, empty, not text or too short, or an unavailable data set; UsageError
+    for a column that is missing, given without data or ambiguous.
     """
+    task = options.task if model is None else task_in(model.config, options.task)
     if options.data is None:
         named = {"--text-column": options.text_column, "--label-column": options.label_column}
         if flag := next((flag for flag, column in named.items() if column), None):
             raise UsageError(f"{flag} needs a data file", hint="pass the file to --data")
-        check_labels(options.task, None)
+        check_labels(task, None)
     for name in filter(None, (options.data, options.eval_data)):
         if not _is_file_name(name):
             _check_within_reach(name)
@@ -65,14 +73,43 @@ def check_data(options: FinetuneOptions, architecture: str = "", directory: Path
             raise InputError(f"file `{name}` does not exist", hint="pass a file, or the id of a data set on the hub")
         if path.stat().st_size == 0:
             raise InputError(f"`{name}` is empty", hint="pass a file with text in it")
+        parts = 2 if options.eval_data is None else 1
         if is_text(name):
             read_text(path, QUICK_BYTES)
-        columns = columns_of(path)
-        if columns is not None and name == options.data:
-            text, label = _choose_columns(columns, options)
-            check_guess(options, architecture, label)
-            if directory is not None:
-                check_template(text, path, directory)
+            if model is not None:
+                check_text(path, model.directory, model.config, options.seq_len, parts=parts)
+        elif (rows := quick_rows(path)) is not None and name == options.data:
+            text, label = _choose_columns(columns_of(rows), replace(options, task=task))
+            if model is not None:
+                _check_rows(rows, text, label, replace(options, task=task), model, parts)
+
+
+def _check_rows(
+    rows: Sequence[Mapping[str, Any]], text: str, label: str | None, options: FinetuneOptions, model: Checkpoint,
+    parts: int,
+) -> None:  # fmt: skip
+    """Raise an error for rows that cannot train a model, as far as config.json and tokenizer.json tell."""
+    path, drawn = Path(str(options.data)), str((model.config.get("architectures") or [""])[0])
+    check_guess(options, drawn, label, [row[label] for row in rows if label and label in row])
+    has_labels = options.task in ("classification", "seq2seq") or (options.task == "auto" and label is not None)
+    if has_labels and len(rows) < parts:
+        raise one_row(path.name)
+    if text == CHAT_COLUMNS[0] and text not in columns_of(rows):
+        rows = [{text: _turns(row.get("prompt"), row.get("completion"))} for row in rows]
+    check_rows(rows, text, path, model.directory)
+    if text not in CHAT_COLUMNS and not has_labels:
+        check_length(texts_in(rows, text), path, model.directory, model.config, options.seq_len, parts=parts)
+    roles = {x.get("role", x.get("from")) for row in rows for x in row[text] or () if text in CHAT_COLUMNS}
+    if roles and not roles & {"assistant", "gpt"} and not has_labels and drawn.endswith(_CAUSAL_MODELS):
+        raise no_answers(path.name)
+
+
+def one_row(name: str) -> InputError:
+    return InputError(f"`{name}` has only one row", hint="add rows, or pass --eval-data")
+
+
+def no_answers(name: str) -> InputError:
+    return InputError(f"`{name}` has no answers of an assistant", hint="pass conversations with their answers")
 
 
 def _check_within_reach(name: str) -> None:
@@ -128,13 +165,14 @@ def _with_turns(rows: Any) -> Any:
     """The rows; if they have a prompt and a completion, also with these as the turns of a conversation."""
     if not {*rows.column_names} >= _PAIR or CHAT_COLUMNS[0] in rows.column_names:
         return rows
+    return rows.add_column(CHAT_COLUMNS[0], [*map(_turns, rows["prompt"], rows["completion"])])
 
-    def turns(x: Any, role: str) -> Any:
-        return x if isinstance(x, list) else [{"role": role, "content": x}]
 
-    pairs = zip(rows["prompt"], rows["completion"], strict=True)
-    both = [turns(p, "user") + turns(c, "assistant") if p is not None and c is not None else None for p, c in pairs]
-    return rows.add_column(CHAT_COLUMNS[0], both)
+def _turns(prompt: Any, completion: Any) -> list[Any] | None:
+    """A conversation of a prompt and its completion, each a text or turns; None if one is missing."""
+    sides = {"user": prompt, "assistant": completion}
+    turns = [x if isinstance(x, list) else [{"role": role, "content": x}] for role, x in sides.items()]
+    return None if None in (prompt, completion) else turns[0] + turns[1]
 
 
 def check_guess(options: FinetuneOptions, architecture: str, label: str | None, labels: Sequence[Any] = ()) -> None:
@@ -150,9 +188,10 @@ def check_guess(options: FinetuneOptions, architecture: str, label: str | None, 
 
 
 def check_labels(task: str, label: str | None) -> None:
-    """Raise UsageError for classification without a label column."""
-    if task == "classification" and label is None:
-        raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
+    """Raise UsageError for classification without a label column, and for pairs without target texts."""
+    what = {"classification": "a label column", "seq2seq": "a column with target texts"}.get(task)
+    if what is not None and label is None:
+        raise UsageError(f"{task} needs {what}", hint="pass --data FILE and --label-column NAME")
 
 
 def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], name: str) -> str | None:

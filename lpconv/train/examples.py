@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lpconv.errors import InputError, UsageError
+from lpconv.data.texts import check_largest_id
+from lpconv.errors import InputError
 from lpconv.models.objective import IGNORED
-from lpconv.models.tokenizer import check_largest_id, room_for_text, special_id, token_ids
+from lpconv.models.tokenizer import room_for_text, special_id, token_ids
 from lpconv.probe.checkpoint import MASK_RATE
-from lpconv.train.data import HELD_OUT, Rows
+from lpconv.train.data import HELD_OUT, Rows, no_answers, one_row
 
 Example = Mapping[str, Any]
 
@@ -79,7 +80,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
     """
     assert rows.label is not None
     if rows.held_out is None:
-        raise InputError(f"{rows.words} has only one row", hint="add rows, or pass --eval-data")
+        raise one_row(rows.words)
     names, numbers = _classes(rows, head)
     cut = 0
 
@@ -107,10 +108,9 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
 
 def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Examples:
     """Source and target texts, each truncated to `seq_len`."""
-    if rows.label is None:
-        raise UsageError("seq2seq needs a column with target texts", hint="pass --data FILE and --label-column NAME")
+    assert rows.label is not None
     if rows.held_out is None:
-        raise InputError(f"{rows.words} has only one row", hint="add rows, or pass --eval-data")
+        raise one_row(rows.words)
 
     def examples(part: Any) -> list[Example]:
         sources = _ids(tokenizer, rows.texts(part), seq_len, vocab_size, words=rows.words)
@@ -247,7 +247,7 @@ def _windows(
         if labels is None or (window["labels"] != IGNORED).any():
             windows.append(window)
     if not windows:
-        raise InputError(f"{rows.words} has no answers of an assistant", hint="pass conversations with their answers")
+        raise no_answers(rows.words)
     return windows
 
 

@@ -24,11 +24,9 @@ sent to the fused kernel if a device would use it, and recipes with autocast run
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,19 +35,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import sequence_length
 from lpconv.models.opening import config_of, model_errors
-from lpconv.models.presets import PRESETS
 from lpconv.models.tasks import find_task, resolve_auto_class
 from lpconv.progress import quiet_transformers
 from lpconv.results import MemoryPlan, RecipeMemory
 from lpconv.scaled import saved_bytes
 from lpconv.scaled.choices import NATIVE_MARK
-from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.contents import check_config, read_json
-from lpconv.train.options import FinetuneOptions, check_start
+from lpconv.train.options import FinetuneOptions, not_planned
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic
 
@@ -169,18 +163,15 @@ def _attention(
     return kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
-def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
+def memory_plan(model: str, settings: Mapping[str, Any], options: FinetuneOptions) -> MemoryPlan:
     """Memory that a step of a model needs on each rank, for every possible recipe and up to 1024 ranks.
 
-    `model` is a preset, a config file, a directory with one, or anything that `resolve` accepts; no weights are read. A
-    rank has its share of the batch, at least one sequence. Raises UnsupportedError for models that are not language
-    models, and the errors of `check_start`.
+    `settings` are the config.json of `model`, which is a name for the record. No weights are read. A rank has its share
+    of the batch, at least one sequence. Raises UnsupportedError for models that are not language models.
     """
-    settings = _settings(model, options.revision)
-    check_start(options, settings)
     task = find_task(settings, options.task, has_labels=False)
     if task.name not in ("mlm", "clm"):
-        raise UnsupportedError(f"the memory of task {task.name} cannot be estimated without its data", hint=_HINT)
+        raise not_planned(task.name)
     with quiet_transformers(), model_errors("no model can be built from config.json", hint=_HINT), torch.device("meta"):
         config = config_of(settings)
         empty = resolve_auto_class(task.auto, config)(config)
@@ -213,21 +204,6 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
         memory=tuple(rows),
         gpus={name: smallest_world([r for r in rows if r.recipe == name], rooms) for name in arithmetics},
     )
-
-
-def _settings(model: str, revision: str | None) -> dict[str, Any]:
-    """The config.json of a model, wherever it is."""
-    path = Path(os.path.expanduser(model))
-    if model in PRESETS and not path.is_dir():
-        settings: dict[str, Any] = PRESETS[model].config().to_dict()
-        return settings
-    if path.is_dir() and (path / "config.json").is_file():
-        path = path / "config.json"
-    if path.is_file() and path.suffix == ".json":
-        settings = read_json(path)
-        check_config(settings, path)
-        return settings
-    return Checkpoint.open(model, revision=revision).config
 
 
 @dataclass(frozen=True, kw_only=True)

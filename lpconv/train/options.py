@@ -411,6 +411,24 @@ def _check_parts(options: FinetuneOptions) -> None:
         raise UsageError(f"{name} does not apply to {flag}", hint=f"leave {name} out")
 
 
+def task_in(config: Mapping[str, Any], task: str) -> str:
+    """The task, or for "auto" the one that needs labels if a config says so without transformers; else "auto"."""
+    drawn = str((config.get("architectures") or [""])[0])
+    if task != "auto":
+        return task
+    if drawn.endswith("ForSequenceClassification"):
+        return "classification"
+    writes = config.get("is_encoder_decoder") is True and "num_mel_bins" not in config
+    return "seq2seq" if writes and drawn.endswith(("ForConditionalGeneration", "MTModel")) else "auto"
+
+
+def not_planned(task: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"--dry-run cannot estimate the memory of task {task}, whose batches depend on the data",
+        hint="leave --dry-run out, or pass a language model",
+    )
+
+
 def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for a model that reads no text, and a native recipe without weights of `lpconv init`."""
     check_reads_text(config, hint=OWN_LOOP, allow_pairs=True)

@@ -3,18 +3,21 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from lpconv.data.texts import check_seq_len, check_text, has_tokenizer, num_positions
+from lpconv.data.texts import check_seq_len, has_tokenizer, num_positions
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import is_first_process
+from lpconv.models.presets import PRESETS
 from lpconv.options import with_keywords
 from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
-from lpconv.storage.checkpoint import Openable, name_of
-from lpconv.train.data import check_data, is_text
+from lpconv.storage.checkpoint import Checkpoint, Openable, name_of
+from lpconv.storage.contents import check_config, read_json
+from lpconv.train.data import check_data
 from lpconv.train.folder import asked_for, check_folder
-from lpconv.train.options import OWN_PACKAGE, FinetuneOptions, check_options, check_start
+from lpconv.train.options import OWN_PACKAGE, FinetuneOptions, check_options, check_start, not_planned, task_in
 from lpconv.train.outcome import parse_gates
 from lpconv.train.recoverable import base_of_twin, check_recoverable
 
@@ -45,7 +48,6 @@ def finetune(
         if options.resume and not os.path.lexists(output):
             progress.message(f"there is no `{output}` to resume, so the run starts from the beginning")
     checkpoint = open_readable(model, revision=options.revision)
-    check_data(options, str((checkpoint.config.get("architectures") or [""])[0]), checkpoint.directory)
     check_start(options, checkpoint.config)
     if not has_tokenizer(checkpoint.directory):
         raise InputError(f"`{name_of(model)}` has no tokenizer", hint="copy its files next to the weights")
@@ -55,9 +57,7 @@ def finetune(
     for used in filter(None, (checkpoint, start.source if start else None, twin)):
         used.check_apart(output)
     check_seq_len(options.seq_len, num_positions(checkpoint.config))
-    for name in filter(None, (options.data, options.eval_data)):
-        if is_text(name):
-            check_text(Path(name), checkpoint.directory, checkpoint.config, options.seq_len)
+    check_data(options, checkpoint)
     from lpconv.train.study import study  # imports torch and transformers (seconds)
 
     return study(checkpoint, output, options, gates, progress=progress, command=command, start=start, twin=twin)
@@ -68,6 +68,25 @@ def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     check_options(options)
     if flag := options.arithmetic.flag:
         raise UsageError(f"--dry-run does not support {flag}, which runs in one process", hint="leave --dry-run out")
+    settings = _read_config(model, options.revision)
+    check_start(options, settings)
+    if (task := task_in(settings, options.task)) in ("classification", "seq2seq"):
+        raise not_planned(task)
     from lpconv.train.memory_plan import memory_plan  # imports torch and transformers (seconds)
 
-    return memory_plan(model, options)
+    return memory_plan(model, settings, options)
+
+
+def _read_config(model: str, revision: str | None) -> dict[str, Any]:
+    """The config.json of a preset, a directory or file, or anything else that is a name of a checkpoint."""
+    path = Path(os.path.expanduser(model))
+    if model in PRESETS and not path.is_dir():
+        settings: dict[str, Any] = PRESETS[model].config().to_dict()  # imports transformers (seconds)
+        return settings
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.is_file() and path.suffix == ".json":
+        settings = read_json(path)
+        check_config(settings, path)
+        return settings
+    return Checkpoint.open(model, revision=revision).config

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -56,6 +56,21 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune demo --data chats.jsonl": (3, "`chats.jsonl`"),
     "advise demo --data chats.jsonl": (3, "`chats.jsonl`"),
     "probe demo --data chats.jsonl": (3, "`chats.jsonl`"),
+    "finetune demo --data one.jsonl": (3, " 128 "),
+    "finetune demo --data one.csv": (3, "row"),
+    "finetune chat --data no-turns.jsonl": (3, "`no-turns.jsonl`"),
+    "probe chat --data no-turns.jsonl": (3, "`no-turns.jsonl`"),
+    "finetune chat --data chats.jsonl": (3, "answers"),
+    "finetune chat --data images.jsonl": (3, "`image`"),
+    "probe chat --data tools.jsonl": (3, "`tool_calls`"),
+    "finetune foreign --data a.txt": (3, " 272 "),
+    "finetune foreign --data foreign.jsonl": (3, " 272 "),
+    "probe foreign --data a.txt": (3, " 272 "),
+    "finetune t5": (2, "--label-column"),
+    "finetune t5 --data chats.jsonl": (2, "--label-column"),
+    "finetune t5 --dry-run": (4, "seq2seq"),
+    "convert lacking": (3, "`model.layers.1.mlp.up_proj.weight`"),
+    "verify out --against wider": (3, "`wider`"),
     "finetune vit": (4, "`ViT"),
     "bench vit": (4, "`ViT"),
     "bench t5": (4, "encoder"),
@@ -208,6 +223,13 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "a.tsv": "text\tlabel\nx\t1\n",
         "a.jsonl": '{"text": "x"}\n{"text": "y", "label": 1}\n',
         "chats.jsonl": '{"messages": [{"role": "user", "content": "x"}]}\n',
+        "one.jsonl": '{"text": "x"}\n',
+        "one.csv": "text,label\nx,1\n",
+        "no-turns.jsonl": '{"messages": []}\n' * 2,
+        "images.jsonl": '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}\n',
+        "tools.jsonl": '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}\n',
+        "foreign.jsonl": json.dumps({"text": "<19>" * 999}),
+        "a.txt": "<19>" * 999,
         "broken.jsonl": '{"text": "x"}\n{"text": y}\n',
         "no-text.csv": "a,b\n1,2\n",
         "no-label.csv": "text,b\n1,2\n",
@@ -236,13 +258,26 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     (folder / "no-tokenizer" / "tokenizer.json").unlink()
     shutil.copytree(demo_checkpoint(), folder / "cut")
     os.truncate(folder / "cut" / "model.safetensors", 5000)
+    for name in ("chat", "foreign", "lacking", "wider"):
+        shutil.copytree(demo_checkpoint(), folder / name)
+    (folder / "chat" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = json.loads((folder / "foreign" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] += [
+        {**tokenizer["added_tokens"][0], "id": 257 + i, "content": f"<{i}>"} for i in range(20)
+    ]
+    (folder / "foreign" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(folder / "lacking" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "lacking" / "model.safetensors")
+    weights = {name: torch.cat([x, x]) for name, x in load_file(folder / "wider" / "model.safetensors").items()}
+    save_file(weights, folder / "wider" / "model.safetensors")
     convert("demo", folder / "out", ConvertOptions(verify="none"))
     command = [sys.executable, "-c", PROGRAM, json.dumps([*REFUSED, *DONE])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
-        "adapter", "bert", "cut", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "no-tokenizer", "out", "t5",
-        "taken", "vit",
+        "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "foreign", "lacking", "models",
+        "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 

@@ -388,7 +388,9 @@ def test_conversations_are_rendered_by_the_chat_template(column: str, tmp_path: 
     assert run(model, "fp32", tmp_path / "chat", data=data, seq_len=8, twin="none").runs
     if column in CHATS:  # a text of other commands, too
         assert tokenize(Path(data), tokenizer, seq_len=8, vocab_size=260).windows[0, 1:-1].tolist() == one[:6]
-    strange = jsonl(tmp_path / "strange.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}] * 30)
+    strange = jsonl(
+        tmp_path / "strange.jsonl", [{"messages": [{"role": "alien", "content": "x"}, *CHATS["messages"]]}] * 30
+    )
     with pytest.raises(InputError, match="alien"):
         run(model, "fp32", tmp_path / "run", data=strange)
 
