@@ -7,6 +7,7 @@ with it; it ignores factors and scales of rotary embeddings, soft caps, biases a
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +60,20 @@ def rope_llama3(length: int) -> dict[str, Any]:
     )
 
 
-def llama(**more: Any) -> Any:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "rms_norm_eps": 1e-3, "rope_parameters": rope(), **more}))
+def model_of(name: str, **settings: Any) -> Any:
+    cls = getattr(hf, f"{name}ForCausalLM")
+    return cls(cls.config_class(**settings))
 
 
-def qwen2(**more: Any) -> Any:
-    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**{**SIZES, "rms_norm_eps": 1e-3, "rope_parameters": rope(), **more}))
+def with_rms(name: str, **more: Any) -> Any:
+    return model_of(name, **{**SIZES, "rms_norm_eps": 1e-3, "rope_parameters": rope(), **more})
 
 
-def qwen3(**more: Any) -> Any:
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**SIZES, "rms_norm_eps": 1e-3, "rope_parameters": rope(), **more}))
-
-
-def phi3(**more: Any) -> Any:
-    sizes = {**SIZES, "rms_norm_eps": 1e-3, "pad_token_id": 0, "rope_parameters": rope()}
-    return hf.Phi3ForCausalLM(hf.Phi3Config(**{**sizes, **more}))
-
-
-def gemma2(layers: int, scalar: int) -> Any:
-    return hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**{**SIZES, "num_hidden_layers": layers}, head_dim=32, query_pre_attn_scalar=scalar,
-                        sliding_window=4, final_logit_softcapping=3.0, attn_logit_softcapping=2.0, rms_norm_eps=1e-3,
-                        rope_parameters=rope())
-    )  # fmt: skip
+llama, qwen2, qwen3 = (partial(with_rms, name) for name in ("Llama", "Qwen2", "Qwen3"))
+phi3 = partial(with_rms, "Phi3", pad_token_id=0)
+gemma2 = partial(
+    with_rms, "Gemma2", head_dim=32, sliding_window=4, final_logit_softcapping=3.0, attn_logit_softcapping=2.0
+)
 
 
 def gemma3() -> Any:
@@ -89,32 +81,31 @@ def gemma3() -> Any:
         "full_attention": rope("linear", factor=8.0),
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    sizes = {**SIZES, "num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4}
-    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, rms_norm_eps=1e-3, rope_parameters=ropes))
+    sizes = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4}
+    return with_rms("Gemma3", **sizes, rope_parameters=ropes)
 
 
 def starcoder2() -> Any:
-    return hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**SIZES, norm_epsilon=1e-3, rope_parameters=rope()))
+    return model_of("Starcoder2", **SIZES, norm_epsilon=1e-3, rope_parameters=rope())
 
 
 def stablelm() -> Any:
-    half = rope(partial_rotary_factor=0.5)
-    return hf.StableLmForCausalLM(hf.StableLmConfig(**SIZES, layer_norm_eps=1e-3, rope_parameters=half))
+    return model_of("StableLm", **SIZES, layer_norm_eps=1e-3, rope_parameters=rope(partial_rotary_factor=0.5))
 
 
 def nemotron() -> Any:
     quarter = rope(partial_rotary_factor=0.25)
-    return hf.NemotronForCausalLM(hf.NemotronConfig(**SIZES, head_dim=16, norm_eps=1e-3, rope_parameters=quarter))
+    return model_of("Nemotron", **SIZES, head_dim=16, norm_eps=1e-3, rope_parameters=quarter)
 
 
 def falcon() -> Any:
     sizes = {k: SIZES[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
-    return hf.FalconForCausalLM(hf.FalconConfig(**sizes, layer_norm_epsilon=1e-3, rope_parameters=rope()))
+    return model_of("Falcon", **sizes, layer_norm_epsilon=1e-3, rope_parameters=rope())
 
 
 def lfm2() -> Any:
     more = {"norm_eps": 1e-3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]}
-    return hf.Lfm2ForCausalLM(hf.Lfm2Config(**SIZES, **more, conv_L_cache=4, rope_parameters=rope()))
+    return model_of("Lfm2", **SIZES, **more, conv_L_cache=4, rope_parameters=rope())
 
 
 def gpt2() -> Any:
@@ -123,14 +114,12 @@ def gpt2() -> Any:
 
 
 def bloom() -> Any:
-    return hf.BloomForCausalLM(
-        hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96, layer_norm_epsilon=1e-3)
-    )
+    return model_of("Bloom", hidden_size=64, n_layer=2, n_head=4, vocab_size=96, layer_norm_epsilon=1e-3)
 
 
 def mamba() -> Any:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8, "expand": 1}
-    return hf.MambaForCausalLM(hf.MambaConfig(**sizes, layer_norm_epsilon=1e-3))
+    return model_of("Mamba", **sizes, layer_norm_epsilon=1e-3)
 
 
 def factors(settings: dict[str, Any], size: int) -> list[float]:
@@ -192,8 +181,11 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
         ),
         "phi3", RMS | LONG, {f"rope_factors_{k[:-7]}.weight": v for k, v in LONG_FACTORS.items()},
     ),
-    "gemma2": (lambda: gemma2(2, 32), "gemma2", RMS | WIDE | CAPS, {}),
-    "gemma2-27b": (lambda: gemma2(46, 16), "gemma2", RMS | WIDE | CAPS | {"block_count": 46}, {}),
+    "gemma2": (lambda: gemma2(query_pre_attn_scalar=32), "gemma2", RMS | WIDE | CAPS, {}),
+    "gemma2-27b": (
+        lambda: gemma2(num_hidden_layers=46, query_pre_attn_scalar=16), "gemma2",
+        RMS | WIDE | CAPS | {"block_count": 46}, {},
+    ),
     "gemma3": (
         gemma3, "gemma3",
         RMS | WIDE | {"block_count": 7, "attention.sliding_window": 4, **LINEAR, "rope.scaling.factor": 8.0}, {},

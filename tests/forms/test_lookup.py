@@ -63,14 +63,18 @@ def tiled(x: Tensor, fmt: str, grain: str, scale: str = "pow2") -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("fmt", "grain"), [("e4m3fn", "row"), ("e5m2", "mx"), ("e4m3fn", "128x128"), ("e2m1", "mx"), ("int8", "group:64")]
+    ("fmt", "grain"),
+    [("e4m3fn", "row"), ("e5m2", "mx"), ("e4m3fn", "128x128"), ("e2m1", "mx"), ("int8", "group:64"), ("e2m1", "nvfp4")],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tiles_with_scales_far_apart_are_looked_up_too(
     dtype: torch.dtype, fmt: str, grain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = (NUMBERS.view(256, 256) * torch.logspace(-4, 4, 256, base=2).view(-1, 1)).view(-1).to(dtype)
-    x[: 5 * 256] = 0
+    """Scales in e4m3fn, of NVFP4, are looked up over a power of two."""
+    lowest, highest = (-1, 0) if grain == "nvfp4" else (-4, 4)
+    x = (NUMBERS.view(256, 256) * torch.logspace(lowest, highest, 256, base=2).view(-1, 1)).view(-1).to(dtype)
+    if grain != "nvfp4":
+        x[: 5 * 256] = 0
     codes, error, looked = tiled(x, fmt, grain)
     assert looked
     monkeypatch.setattr(module, "_LEAST_ELEMENTS", NUM + 1)
@@ -78,21 +82,6 @@ def test_tiles_with_scales_far_apart_are_looked_up_too(
     assert not looked
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
     assert error == wanted_error
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scales_in_e4m3fn_over_a_power_of_two_are_looked_up_too(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = (NUMBERS.view(256, 256) * torch.logspace(-1, 0, 256, base=2).view(-1, 1)).view(-1).to(dtype)
-    codes, error, looked = tiled(x, "e2m1", "nvfp4")
-    assert looked
-    monkeypatch.setattr(module, "_LEAST_ELEMENTS", NUM + 1)
-    wanted, wanted_error, looked = tiled(x, "e2m1", "nvfp4")
-    assert not looked
-    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
-    assert error == wanted_error
-    assert not tiled(x, "e2m1", "nvfp4", "exact")[2]
 
 
 def test_what_is_wanted_of_scales_in_e4m3fn_is_what_the_reference_says() -> None:
@@ -104,10 +93,15 @@ def test_what_is_wanted_of_scales_in_e4m3fn_is_what_the_reference_says() -> None
     assert torch.equal(wanted, module._reference(value, scales, FORMATS["e2m1"]))
 
 
-@pytest.mark.parametrize(("scale", "spread"), [("pow2", 80), ("exact", 1)])
-def test_scales_too_far_apart_and_others_than_powers_of_two_are_not_looked_up(scale: str, spread: int) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "grain", "scale", "spread"),
+    [("e4m3fn", "row", "pow2", 80), ("e4m3fn", "row", "exact", 1), ("e2m1", "nvfp4", "exact", 1)],
+)
+def test_scales_too_far_apart_and_others_than_powers_of_two_are_not_looked_up(
+    fmt: str, grain: str, scale: str, spread: int
+) -> None:
     x = (NUMBERS.view(256, 256) * torch.logspace(-spread, 0, 256, base=2).view(-1, 1)).view(-1).bfloat16()
-    assert not tiled(x, "e4m3fn", "row", scale)[2]
+    assert not tiled(x, fmt, grain, scale)[2]
 
 
 def test_a_scale_that_is_no_power_of_two_leaves_no_room_for_codes() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from lpconv.errors import UsageError
 from lpconv.kernels.decode import decode
+from tests.helpers.format_oracles import same
 
 FP8 = {
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
@@ -16,11 +17,6 @@ FP8 = {
 }
 TARGETS = [torch.bfloat16, torch.float16, torch.float32]
 ALL_BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal with the sign of zeros, NaN equal to NaN."""
-    return bool((((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())).all())
 
 
 @pytest.mark.parametrize("dtype", TARGETS)

@@ -15,15 +15,10 @@ from lpconv.formats.spec import FORMATS
 from lpconv.kernels import quantise
 from lpconv.kernels.compiled import CheckedKernel
 from lpconv.kernels.quantise import encode, fake_quantise
+from tests.helpers.format_oracles import same
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SIGNED = [n for n, f in FORMATS.items() if f.has_sign]
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool((((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())).all())
 
 
 @cache

@@ -1,12 +1,15 @@
 """Opening outputs in transformers: with the plug-in, through the loader module, and not at all without either."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig
+from transformers import AutoModel, AutoModelForCausalLM
 
 import lpconv.hf
 from lpconv.convert.run import convert
@@ -47,49 +50,40 @@ def test_from_pretrained_and_save_again(
     assert exact == (key == ("unit", "fp32"))
 
 
-def test_experts_are_decoded_before_they_are_merged_and_saved_as_they_were(tmp_path: Path) -> None:
-    """Three kinds among the experts of one layer: codes of two formats, and one matrix left alone."""
-    source = tmp_path / "source"
-    config = MixtralConfig(
+@pytest.mark.parametrize(
+    ("model", "options", "stored_as", "opened_as"),
+    [
+        # Three kinds among the experts of one layer: codes of two formats, and one matrix left alone.
+        (
+            "Mixtral",
+            {"rules": (FormatRule(pattern="*experts.1*", format="fp16"),), "exclude": ("*layers.1*experts.2.w1*",)},
+            "model.layers.0.block_sparse_moe.experts.1.w2.weight",
+            lambda layer: layer.mlp.experts.down_proj[1],
+        ),
+        # It stores `input_linear.weight`, and its model has it as `experts.gate_up_proj`.
+        (
+            "GraniteMoe",
+            {"verify": "logits"},
+            "model.layers.0.block_sparse_moe.input_linear.weight",
+            lambda layer: layer.block_sparse_moe.experts.gate_up_proj,
+        ),
+    ],
+)
+def test_experts_are_decoded_before_they_are_merged_or_renamed_and_saved_as_they_were(
+    model: str, options: dict[str, Any], stored_as: str, opened_as: Callable[[Any], torch.Tensor], tmp_path: Path
+) -> None:
+    config = getattr(transformers, f"{model}Config")(
         num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, num_local_experts=3,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(source)
-    options = ConvertOptions(
-        method="unit",
-        format="e4m3fn",
-        rules=(FormatRule(pattern="*experts.1*", format="fp16"),),
-        exclude=("*layers.1*experts.2.w1*",),
-    )
-    convert(str(source), tmp_path / "out", options)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
-    stored = load_file(tmp_path / "out/model.safetensors")
-    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
-    expert = stored[name][0].float() * stored[name + "_scale"]
-    assert torch.equal(model.model.layers[0].mlp.experts.down_proj[1], expert)
-    model.save_pretrained(tmp_path / "again")
-    again = load_file(tmp_path / "again/model.safetensors")
-    assert again.keys() == stored.keys()
-    assert all(torch.equal(v.view(torch.uint8), stored[k].view(torch.uint8)) for k, v in again.items())
-
-
-def test_experts_that_a_model_renames_are_decoded_and_saved_as_they_were(tmp_path: Path) -> None:
-    """GraniteMoE stores `input_linear.weight`, and its model has it as `experts.gate_up_proj`."""
-    config = GraniteMoeConfig(
-        num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96, num_local_experts=3, max_position_embeddings=64,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    found = convert(str(tmp_path / "source"), tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn"))
-    assert found.verify.level == "logits"
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    convert(str(tmp_path / "source"), tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", **options))
+    opened, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
     stored = load_file(tmp_path / "out/model.safetensors")
-    name = "model.layers.0.block_sparse_moe.input_linear.weight"
-    experts = model.model.layers[0].block_sparse_moe.experts.gate_up_proj
-    assert torch.equal(experts, stored[name][0].float() * stored[name + "_scale"])
-    model.save_pretrained(tmp_path / "again")
+    experts = stored[stored_as][0].float() * stored[stored_as + "_scale"]
+    assert torch.equal(opened_as(opened.model.layers[0]), experts)
+    opened.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again/model.safetensors")
     assert again.keys() == stored.keys()
     assert all(torch.equal(v.view(torch.uint8), stored[k].view(torch.uint8)) for k, v in again.items())
@@ -117,12 +111,7 @@ def test_what_saving_loses_of_a_change_is_named(
     assert torch.equal(load_file(tmp_path / "plain/model.safetensors")[name], weight)
 
 
-def test_another_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(outputs["unit", "e4m3fn"], dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_another_dtype_is_rounded_to_once(tmp_path: Path) -> None:
+def test_another_dtype_is_rounded_to_once_under_either_name(tmp_path: Path) -> None:
     """Codes of more bits than the dtype, and scales that are no powers of two."""
     convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="fp16", scale="exact", verify="none"))
     wide, narrow = (
@@ -130,6 +119,7 @@ def test_another_dtype_is_rounded_to_once(tmp_path: Path) -> None:
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert all(torch.equal(narrow[k], a.bfloat16()) for k, a in wide.items())
+    assert lpconv.hf.load(tmp_path / "out", torch_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_a_base_class_opens_a_checkpoint_with_a_head(outputs: dict[tuple[str, str], Path]) -> None:
@@ -189,7 +179,3 @@ def test_the_loader_module_needs_no_lpconv(outputs: dict[tuple[str, str], Path])
     done = run_script(SCRIPT, outputs["scalify", "e5m2"], "remote")
     assert done.returncode == 0, done.stderr
     assert "opened" in done.stdout
-
-
-def test_the_former_name_of_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:
-    assert lpconv.hf.load(outputs["unit", "e4m3fn"], torch_dtype=torch.bfloat16).dtype == torch.bfloat16

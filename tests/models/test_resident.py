@@ -59,6 +59,10 @@ def ours(folder: Path, options: dict[str, Any], model: str = "llama") -> Path:
     return folder / "out"
 
 
+def stored(folder: Path, layout: str) -> Path:
+    return ours(folder, OURS[layout]) if layout in OURS else make_foreign(layout, plain(folder), folder / "out")
+
+
 def logits(model: Any) -> Tensor:
     inputs = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     with torch.inference_mode():
@@ -86,24 +90,18 @@ def check(directory: Path, folder: Path) -> Any:
     # Sums of 192 products at most, in blocks: 2K·2⁻²⁴ is 2e-5 of logits near 1, for the few layers of these models.
     assert (wanted - got).abs().max() <= 1e-4 * wanted.abs().max()
     resident = lpconv.load(directory, resident=True)
-    stored = load_file(directory / "model.safetensors")
+    written = load_file(directory / "model.safetensors")
     held = {x.data_ptr(): x.nbytes for p in coded(resident) for c in p.pieces for x in c.parts.values()}
-    assert sum(held.values()) <= sum(x.nbytes for x in stored.values())
+    assert sum(held.values()) <= sum(x.nbytes for x in written.values())
     resident.save_pretrained(folder / "again")
-    assert same_bytes(load_file(folder / "again" / "model.safetensors"), stored)
+    assert same_bytes(load_file(folder / "again" / "model.safetensors"), written)
     assert torch.equal(logits(lpconv.load(folder / "again", dtype=torch.float32, resident=True)), got)
     return resident
 
 
-@pytest.mark.parametrize("options", OURS.values(), ids=OURS)
-def test_our_outputs(tmp_path: Path, options: dict[str, Any]) -> None:
-    check(ours(tmp_path, options), tmp_path)
-
-
-@pytest.mark.parametrize("layout", THEIRS)
-def test_the_layouts_of_others(tmp_path: Path, layout: str) -> None:
-    directory = make_foreign(layout, plain(tmp_path), tmp_path / "out")
-    check(directory, tmp_path)
+@pytest.mark.parametrize("layout", [*OURS, *THEIRS])
+def test_our_outputs_and_the_layouts_of_others(tmp_path: Path, layout: str) -> None:
+    check(stored(tmp_path, layout), tmp_path)
 
 
 def test_settings_in_a_file_of_their_own_are_saved_in_the_config(tmp_path: Path) -> None:
@@ -131,12 +129,12 @@ def test_a_decoded_weight_is_rounded_once_from_fp32(tmp_path: Path, layout: str,
     else:
         make_foreign(layout, source, tmp_path / "out")
         (tmp_path / "out" / MARKER).write_text("{}")  # weights this large are suspicious in third-party files
-    with StoredTensors.open(tmp_path / "out") as stored:
-        names = [n for n, form in stored.forms.items() if not isinstance(form, Kept) and len(form.shape) == 2]
+    with StoredTensors.open(tmp_path / "out") as opened:
+        names = [n for n, form in opened.forms.items() if not isinstance(form, Kept) and len(form.shape) == 2]
         assert names
         for name in names:
-            got = CodedTensor.from_form(stored.forms[name], stored.read_components(name)).to(dtype).decode()
-            assert same_bytes({"": got}, {"": stored.tensor(name).to(dtype)}), name
+            got = CodedTensor.from_form(opened.forms[name], opened.read_components(name)).to(dtype).decode()
+            assert same_bytes({"": got}, {"": opened.tensor(name).to(dtype)}), name
 
 
 @pytest.mark.parametrize("model", [m for m in WIDE if m != "llama"])
@@ -197,7 +195,7 @@ def test_text_is_generated_and_the_tie_is_kept(directory: Path) -> None:
 
 @pytest.mark.parametrize("layout", [*OURS, *THEIRS])
 def test_a_model_that_is_opened_in_inference_mode_generates_there_and_is_the_same(tmp_path: Path, layout: str) -> None:
-    path = ours(tmp_path, OURS[layout]) if layout in OURS else make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    path = stored(tmp_path, layout)
     options = {"max_new_tokens": 6, "do_sample": False}
     outside = lpconv.load(path, resident=True)
     with torch.inference_mode():
@@ -211,7 +209,7 @@ def test_a_model_that_is_opened_in_inference_mode_generates_there_and_is_the_sam
 
 @pytest.mark.parametrize("layout", ["fp16", "compressed-tensors", "awq"])
 def test_a_decoded_model_that_is_opened_in_inference_mode_trains_elsewhere(tmp_path: Path, layout: str) -> None:
-    path = ours(tmp_path, OURS[layout]) if layout in OURS else make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    path = stored(tmp_path, layout)
     with torch.inference_mode():
         model = lpconv.load(path, dtype=torch.float32)
     model(IDS, labels=IDS).loss.backward()
@@ -282,7 +280,7 @@ def check_gradients(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("layout", [*OURS, *THEIRS])
 def test_gradients_to_inputs_are_those_of_the_decoded_weights(tmp_path: Path, layout: str) -> None:
-    path = ours(tmp_path, OURS[layout]) if layout in OURS else make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    path = stored(tmp_path, layout)
     got = gradients(lpconv.load(path, dtype=torch.float32, resident=True), autocast=False)
     wanted = gradients(lpconv.load(path, dtype=torch.float32), autocast=False)
     check_gradients(got, wanted)
