@@ -1,6 +1,8 @@
 """Requests that are wrong, gates that fail, and what the command line says to the worst of them."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,10 @@ class TestRequest:
             ({"method": "collage", "rules": (FormatRule(pattern="*", format="fp16"),)}, "=keep"),
             ({"resume": True, "force": True}, "start"),
             ({"revision": "main"}, "leave --revision out"),
+            ({"include": ("layer.wieght",)}, "layer.weight"),
+            ({"exclude": ("layer.wieght",)}, "layer.weight"),
+            ({"include": ("re:wieght$",)}, ""),
+            ({"rules": (FormatRule(pattern="layer.wieght", format="keep"),)}, "layer.weight"),
         ],
         ids=str,
     )
@@ -49,6 +55,66 @@ class TestRequest:
         error = refusal(run, output, **options)
         assert error.exit_code == 2
         assert hint in str(error.hint)
+        assert not output.with_name(output.name + ".partial").exists()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"granularity": "column"}, "`column`"),
+            ({"granularity": "mx", "format": "fp16"}, " 32 "),
+            ({"granularity": "128x128", "format": "e2m1"}, "format `e2m1`"),
+            ({"granularity": "group:7"}, "of 8"),
+            ({"format": "int4", "granularity": "tensor"}, "int4 with --granularity group:128"),
+            ({"format": "e2m1", "granularity": "tensor"}, "e2m1 with --granularity mx"),
+            ({"granularity": "mx", "scale": "exact"}, "power-of-two scales"),
+            ({"method": "collage", "granularity": "row"}, "`collage`"),
+            ({"method": "collage", "points_max": 2}, "`collage`"),
+            ({"method": "unit", "budget_bits": 9.0}, "`unit`"),
+            ({"method": "multipoint", "granularity": "row"}, "`multipoint`"),
+            ({"method": "multipoint", "budget_bits": 4.0}, " 4 bits .* int4"),
+            ({"method": "multipoint", "budget_bits": math.nan}, "nan .* int4"),
+            ({"method": "multipoint", "format": "int8", "budget_bits": 4.5}, r" 4\.5 bits .* int8"),
+            ({"method": "multipoint", "points_max": 0}, "--points-max 0 "),
+            ({"method": "multipoint", "points_max": 9}, "--points-max 9 "),
+            ({"method": "multipoint", "format": "fp16"}, "format `fp16`"),
+            ({"method": "multipoint", "residual": "bf16"}, "residual"),
+            ({"method": "multipoint", "rules": (FormatRule(pattern="*", format="int8"),)}, r"`\*=int8`.* int4"),
+            ({"rounding": "gptq", "calibrate": "demo", "method": "collage"}, "method `collage`.*residual"),
+            ({"rounding": "gptq", "calibrate": "demo", "method": "multipoint"}, "method `multipoint`.*scales"),
+            ({"rounding": "gptq", "calibrate": "demo", "format": "fp16"}, "format `fp16`"),
+            ({"rounding": "gptq", "format": "int4"}, "gptq.*calibrate"),
+            ({"rounding": "nearest", "format": "int4", "calibration_tokens": 512}, "--calibration-tokens"),
+            ({"rounding": "nearest", "calibrate": "demo", "calibration_seed": 1}, "--calibration-seed"),
+            ({"layout": "compresed-tensors"}, "compressed-tensors"),
+            ({"layout": "compressed-tensors", "format": "fp16"}, "--format e4m3fn"),
+            ({"layout": "compressed-tensors", "format": "e5m2"}, "--format e4m3fn"),
+            ({"layout": "compressed-tensors", "format": "e5m2", "granularity": "mx"}, " e5m2 "),
+            ({"layout": "compressed-tensors", "method": "collage"}, "--format e4m3fn"),
+            ({"layout": "compressed-tensors", "format": "e4m3fn", "rules": (parse_rule("*=fp16"),)}, "=keep"),
+            ({"layout": "transformers", "format": "e4m3fn"}, "`transformers`"),
+            ({"layout": "transformers", "format": "e4m3fn", "granularity": "row"}, "unit.*e4m3fn.* row "),
+            ({"layout": "transformers", "format": "e2m1", "granularity": "mx"}, " e2m1 "),
+            ({"layout": "transformers", "format": "int4", "granularity": "group:32"}, " int4 "),
+            ({"layout": "transformers", "method": "collage"}, " collage "),
+            ({"layout": "transformers", "format": "e4m3fn", "granularity": "mx", "rules": (parse_rule("*mlp*=e2m1"),)},
+             r"`\*mlp\*=e2m1`"),
+            ({"layout": "mlx", "format": "e5m2", "granularity": "mx"}, "`mlx`"),
+            ({"layout": "mlx", "format": "int4", "granularity": "group:16"}, "`mlx`"),
+            ({"layout": "mlx", "format": "e2m1", "granularity": "nvfp4"}, "`mlx`"),
+            ({"layout": "mlx", "format": "fp16", "granularity": "row"}, "`mlx`"),
+            ({"layout": "gguf", "format": "e4m3fn"}, "`gguf`"),
+            ({"layout": "gguf", "format": "int4", "granularity": "group:64"}, "`gguf`"),
+            ({"layout": "gguf", "format": "fp16", "granularity": "row"}, "`gguf`"),
+            ({"layout": "gguf", "format": "fp16", "max_shard_size": 1000}, "file"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_what_a_method_or_a_layout_cannot_hold(
+        self, run: Run, output: Path, options: dict[str, Any], words: str
+    ) -> None:
+        error = refusal(run, output, **options)
+        assert error.exit_code == 2
+        assert re.search(words, f"{error.message} {error.hint}")
 
     @pytest.mark.parametrize("text", ["", "=fp16", "x", "x=", "x=fp17"])
     def test_rules_that_are_wrong(self, text: str) -> None:
@@ -137,6 +203,8 @@ class TestGates:
         (("convert", "{source}", "-o", "{output}", "--workers", "0"), 2, "workers"),
         (("verify", "{source}"), 4, "`lpconv convert`"),
         (("restore", "{source}", "-o", "{output}"), 4, "`lpconv convert`"),
+        (("verify", "{source}/nowhere"), 3, "nowhere"),
+        (("restore", "{source}/nowhere", "-o", "{output}"), 3, "nowhere"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -80,19 +80,6 @@ def compressed(source: Path, output: Path, **options: object) -> Path:
     return output
 
 
-def test_plain_transformers_gives_the_outputs_that_lpconv_gives(tmp_path: Path) -> None:
-    source = tiny("llama", tmp_path / "llama")
-    ours = compressed(source, tmp_path / "ours", layout="lpconv", exclude=("*embed*",))
-    theirs = compressed(source, tmp_path / "theirs", exclude=("*embed*",))
-    ((logits, num_codes, _),) = opens_elsewhere(theirs, dtype="bfloat16")
-    assert num_codes == 14  # the matrices of two layers, and not the head
-    model = lpconv.hf.load(ours, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        wanted = model(input_ids=torch.arange(3, 35).view(2, 16)).logits
-    bound = 2.0**-8 * wanted.abs().max()  # one rounding to bf16
-    assert (logits - wanted).abs().max() <= bound
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_scales_of_integers_are_bf16_and_read_in_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     """lpconv wrote fp32 before, and the package writes the dtype of the model."""
@@ -223,25 +210,6 @@ def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
     options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", verify="none")
     with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors.*\(10\)"):
         plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--format", "fp16"], 2, "--format e4m3fn"),
-        (["--format", "e5m2"], 2, "--format e4m3fn"),
-        (["--method", "collage"], 2, "--format e4m3fn"),
-        (["--format", "e4m3fn", "--rule", "*=fp16"], 2, "=keep"),
-        (["--format", "e4m3fn", "--layout", "compresed-tensors"], 2, "compressed-tensors"),
-    ],
-)
-def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path, options: list[str], code: int, words: str) -> None:
-    out = tmp_path / "out"
-    done = CliRunner().invoke(app, ["convert", "demo", "--layout", "compressed-tensors", *options, "-o", str(out)])
-    assert done.exit_code == code, done.stderr
-    assert words in done.stderr
-    assert "hint:" in done.stderr
-    assert not out.exists()
 
 
 def test_a_config_that_builds_no_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -16,10 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-from typer.testing import CliRunner
 
 import lpconv
-from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms import grid_of
@@ -158,21 +156,3 @@ def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -
     for ignored in ("up", "model"):
         with pytest.raises(UnsupportedError, match=rf"`model\.up`.* `{ignored}`"):
             FineGrained.config_entries(replace(made, ignored=[ignored]))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--format", "e4m3fn"), "`transformers`"),
-        (("--format", "e4m3fn", "--granularity", "row"), " row\n"),
-        (("--format", "e2m1", "--granularity", "mx"), " e2m1 "),
-        (("--format", "int4", "--granularity", "group:32"), " int4 "),
-        (("--method", "collage"), " collage "),
-        (("--format", "e4m3fn", "--granularity", "mx", "--rule", "*mlp*=e2m1"), "`*mlp*=e2m1`"),
-    ],
-)
-def test_what_the_layout_cannot_hold_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["convert", "demo", "--layout", "transformers", *words, "-o", str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from torch import Tensor
 import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
+from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError
 from lpconv.gguf.arranged import arranged
 from lpconv.gguf.model import gguf_model
 from lpconv.inspect.headers import inspect
@@ -313,18 +313,6 @@ def test_odd_values_are_named(file: str, changed: dict[str, Any], said: str, tmp
     with pytest.raises((InputError, UnsupportedError), match=said):
         as_gguf(source, tmp_path / "out", "F16")
     assert not (tmp_path / "out").exists()
-
-
-def test_what_gguf_lacks_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    for options in (
-        {"format": "e4m3fn"},
-        {"format": "int4", "granularity": "group:64"},
-        {"format": "fp16", "granularity": "row"},
-    ):
-        with pytest.raises(UsageError, match="`gguf`"):
-            convert(str(sources["llama"]), tmp_path / "out", ConvertOptions(layout="gguf", **options))
-    with pytest.raises(UsageError, match="file"):
-        as_gguf(sources["llama"], tmp_path / "out", "F16", max_shard_size=1000)
 
 
 def test_the_package_is_asked_for_by_name(

@@ -174,20 +174,6 @@ def test_saving_again_keeps_every_scale(dtype: torch.dtype, asked: dict[str, str
         assert all(bits_of(x) == bits_of(stored[n]) for n, x in saved.items())
 
 
-def test_an_outlier_costs_its_own_row_only(tmp_path: Path) -> None:
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1e-3
-    x[3, 5] = 1e4
-    write_checkpoint(tmp_path / "source", {"w": x})
-    sqnr = {}
-    for granularity in ("tensor", "row"):
-        out = tmp_path / granularity
-        run(tmp_path / "source", out, format="e4m3fn", granularity=granularity)
-        restore(out, tmp_path / f"{granularity}-back", force=False, progress=Silent())
-        error = load_file(tmp_path / f"{granularity}-back/model.safetensors")["w"] - x
-        sqnr[granularity] = 10 * math.log10(x[8:].square().sum() / error[8:].square().sum())
-    assert sqnr["row"] > 30 > sqnr["tensor"]
-
-
 def test_nan_has_no_code_in_four_bits(tmp_path: Path) -> None:
     x = torch.ones(4, 32)
     x[2, 1] = math.nan
@@ -209,27 +195,6 @@ def test_odd_rows(value: float, fmt: str, tmp_path: Path) -> None:
     assert {n: tuple(t.shape) for n, t in stored.items()} == {
         "w": (1, 6, 8), "w_scale": (6, 1), "odd": (1, 2, 3, 4), "odd_scale": (6, 1), "v": (5,),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"granularity": "column"}, "`column`"),
-        ({"granularity": "mx", "format": "fp16"}, " 32 "),
-        ({"granularity": "128x128", "format": "e2m1"}, "format `e2m1`"),
-        ({"granularity": "group:7"}, "of 8"),
-        ({"format": "int4", "granularity": "tensor"}, "int4 with --granularity group:128"),
-        ({"format": "e2m1", "granularity": "tensor"}, "e2m1 with --granularity mx"),
-        ({"granularity": "mx", "scale": "exact"}, "power-of-two scales"),
-        ({"granularity": "mx", "format": "e5m2", "layout": "compressed-tensors"}, " e5m2 "),
-        ({"method": "collage", "granularity": "row"}, "`collage`"),
-        ({"method": "multipoint", "granularity": "row"}, "`multipoint`"),
-    ],
-)
-def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        fill_options(ConvertOptions(**options))
-    assert message in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

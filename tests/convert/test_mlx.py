@@ -15,8 +15,7 @@ from torch import Tensor
 import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import inspect_with_statistics
 from lpconv.layouts.mlx import Mlx
@@ -126,20 +125,6 @@ def test_experts_stay_as_they_are(tmp_path: Path) -> None:
         coded = {n for n, form in stored.forms.items() if isinstance(form, Mlx)}
     assert len(coded) == 8
     assert not any("experts" in n for n in coded)
-
-
-def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"rounding": "gptq", "calibrate": "demo", "calibration_tokens": 256}
-    output = as_mlx(demo_checkpoint(), tmp_path / "out", "int4", **more)
-    assert not inspect(output).problems
-
-
-@pytest.mark.parametrize(
-    ("number", "grain"), [("e5m2", "mx"), ("int4", "group:16"), ("e2m1", "nvfp4"), ("fp16", "row")]
-)
-def test_what_mlx_lacks_is_refused(number: str, grain: str, source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="`mlx`"):
-        convert(str(source), tmp_path / "out", ConvertOptions(layout="mlx", format=number, granularity=grain))
 
 
 def test_another_bias_is_refused(source: Path, tmp_path: Path) -> None:

@@ -153,17 +153,15 @@ class TestTensors:
         write_checkpoint(source, {"w": torch.ones(4, 4), "w_scale": torch.ones(1)})
         assert "`w_scale`" in refusal(run, output).message
 
-    def test_different_halves_of_a_declared_tie_are_both_kept(self, run: Run, source: Path) -> None:
-        tensors = {"wte.weight": torch.ones(4, 4), "lm_head.weight": torch.zeros(4, 4)}
-        write_checkpoint(source, tensors, config={"tie_word_embeddings": True})
+    @pytest.mark.parametrize("is_declared", [True, False])
+    def test_halves_that_are_equal_or_declared_a_tie_but_not_both_are_kept(
+        self, run: Run, source: Path, is_declared: bool
+    ) -> None:
+        tensors = {"wte.weight": torch.ones(4, 4), "lm_head.weight": torch.full((4, 4), 1.0 - is_declared)}
+        write_checkpoint(source, tensors, config={"tie_word_embeddings": is_declared})
         result = run()
         assert {t.name: t.action for t in result.tensors} == dict.fromkeys(tensors, "convert")
-        assert any("`lm_head.weight` to `wte.weight`" in w for w in result.warnings)
-
-    def test_equal_halves_that_the_config_does_not_tie_are_both_kept(self, run: Run, source: Path) -> None:
-        tensors = {"wte.weight": torch.ones(4, 4), "lm_head.weight": torch.ones(4, 4)}
-        write_checkpoint(source, tensors, config={"tie_word_embeddings": False})
-        assert {t.name: t.action for t in run().tensors} == dict.fromkeys(tensors, "convert")
+        assert any("`lm_head.weight` to `wte.weight`" in w for w in result.warnings) == is_declared
 
     def test_embeddings_of_encoder_and_decoder_are_tied_to_a_shared_one_only(
         self, run: Run, source: Path, output: Path

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import InputError, UnsupportedError, UsageError, VerificationError
+from lpconv.errors import InputError, VerificationError
 from lpconv.forms import Kept
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions
@@ -221,17 +221,6 @@ class TestTheCommand:
         assert "--level values" in done.stderr
         assert lpconv("verify", third, "--against", first, "--level", "values").exit_code == 0
 
-    @pytest.mark.parametrize("command", ["verify", "restore"])
-    def test_a_plain_checkpoint(self, source: Path, tmp_path: Path, command: str) -> None:
-        more = ["-o", tmp_path / "back"] if command == "restore" else []
-        done = lpconv(command, source, *more)
-        assert done.exit_code == 4
-        assert "no lpconv.json" in done.stderr
-        assert "hint" in done.stderr
-        assert lpconv(command, tmp_path / "nowhere", *more).exit_code == 3
-        with pytest.raises(UnsupportedError):
-            restore(source, tmp_path / "back", force=False, progress=Silent())
-
     def test_inspect_of_unsound_files(self, source: Path) -> None:
         assert lpconv("inspect", source).exit_code == 0
         (source / FILE).write_bytes((source / FILE).read_bytes()[:-3])
@@ -264,20 +253,3 @@ class TestRestoring:
         with pytest.raises(InputError, match=r"layer\.weight"):
             restore(output, tmp_path / "back", force=False, progress=Silent())
         assert not published(tmp_path / "back")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"include": ("layer.wieght",)}, {"exclude": ("layer.wieght",)}, {"include": ("re:wieght$",)}, "rule"],
-    ids=str,
-)
-def test_a_pattern_that_matches_nothing(run: Run, output: Path, options: Any) -> None:
-    from lpconv.plan.options import FormatRule
-
-    asked = {"rules": (FormatRule(pattern="layer.wieght", format="keep"),)} if options == "rule" else options
-    with pytest.raises(UsageError, match="wieght") as caught:
-        run(**asked)
-    assert caught.value.hint
-    assert not output.with_name(output.name + ".partial").exists()
-    if "re:" not in str(options):
-        assert "layer.weight" in caught.value.hint
