@@ -252,10 +252,11 @@ class TestTrouble:
         assert all(torch.equal(x, ours[n]) for n, x in weights(source).items())
         assert max(seen.values()) > 1 or fault.pause_s
 
-    def test_that_lasts_is_an_error_without_secrets(self, store: Store, source: Path) -> None:
+    @pytest.mark.parametrize(("status", "word"), [(503, "503"), (403, "access")])
+    def test_that_lasts_is_an_error_without_secrets(self, store: Store, source: Path, status: int, word: str) -> None:
         url = store.put_folder("m", source)
-        store.fault = lambda _: Fault(status=503)
-        with pytest.raises(InputError, match="503") as caught:
+        store.fault = lambda _: Fault(status=status)
+        with pytest.raises(InputError, match=word) as caught:
             resolve(url)
         assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in f"{caught.value} {caught.value.hint}"
         assert "AWS_ACCESS_KEY_ID" in (caught.value.hint or "")
@@ -342,13 +343,6 @@ class TestTrouble:
         with pytest.raises(error, match=words) as caught:
             resolve(url)
         assert "secret" not in str(caught.value)
-
-    def test_no_access(self, store: Store, source: Path) -> None:
-        url = store.put_folder("m", source)
-        store.fault = lambda _: Fault(status=403)
-        with pytest.raises(InputError, match="access") as caught:
-            resolve(url)
-        assert "AWS_SECRET_ACCESS_KEY" in (caught.value.hint or "")
 
     def test_a_missing_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -89,9 +89,10 @@ class TestLocal:
         found = resolve("gpt2")
         assert found == Resolved(name="gpt2", resolved=str(Path("gpt2").absolute()), directory=Path("gpt2").absolute())
 
-    def test_a_revision_of_a_directory_is_a_usage_error(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="revision `main`"):
-            resolve(str(tmp_path), revision="main")
+    def test_directories_and_the_demo_have_no_revision(self, tmp_path: Path) -> None:
+        for name in (str(tmp_path), "demo"):
+            with pytest.raises(UsageError, match="`main`"):
+                resolve(name, revision="main")
 
     def test_a_file_is_refused_and_its_directory_named(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").touch()
@@ -100,14 +101,10 @@ class TestLocal:
         assert caught.value.hint is not None
         assert str(tmp_path) in caught.value.hint
 
-    @pytest.mark.parametrize("name", ["", "./llama", "../x", "/no/where", "a/b/c", "~/nothing-here", "owner/", "."])
-    def test_path_like_names_are_never_asked_of_the_hub(self, name: str) -> None:
-        assert looks_like_path(name)
-
     @pytest.mark.parametrize(
-        "name", ["", "./llama", "/no/where", "a/b/c", "~/nothing-here", "~nobody/x", "owner/", "./" + "x" * 300]
+        "name", ["", "./llama", "../x", "/no/where", "a/b/c", "~/nothing-here", "~nobody/x", "owner/", "./" + "x" * 300]
     )
-    def test_a_path_that_does_not_exist(self, cache: Path, name: str) -> None:
+    def test_a_path_that_does_not_exist_is_never_asked_of_the_hub(self, cache: Path, name: str) -> None:
         with pytest.raises(InputError, match="directory"):
             resolve(name)
 
@@ -118,21 +115,14 @@ class TestDemo:
         assert (found.resolved, found.revision, found.directory) == ("demo", None, demo_checkpoint())
         assert has_weights(found.directory)
 
-    def test_demo_has_no_revision(self) -> None:
-        with pytest.raises(UsageError, match="`main`"):
-            resolve("demo", revision="main")
-
 
 class TestCache:
-    def test_an_alias_finds_its_hub_id_in_the_cache(self, cache: Path) -> None:
+    def test_an_alias_in_any_case_finds_its_hub_id_in_the_cache(self, cache: Path) -> None:
         snapshot = add_snapshot(cache, "google-bert/bert-large-uncased", FILES)
-        assert resolve("bert-large") == Resolved(
-            name="bert-large", resolved="google-bert/bert-large-uncased", revision=COMMIT, directory=snapshot
-        )
-
-    def test_aliases_ignore_case(self, cache: Path) -> None:
-        add_snapshot(cache, "meta-llama/Llama-3.2-1B", FILES)
-        assert resolve("LLAMA-3.2-1b").resolved == "meta-llama/Llama-3.2-1B"
+        for name in ("bert-large", "BERT-large"):
+            assert resolve(name) == Resolved(
+                name=name, resolved="google-bert/bert-large-uncased", revision=COMMIT, directory=snapshot
+            )
 
     def test_a_model_cached_under_its_old_bare_name(self, cache: Path) -> None:
         snapshot = add_snapshot(cache, "gpt2", FILES)
@@ -256,39 +246,28 @@ class TestDownload:
             resolve("me/model")
 
 
-class TestWantedFiles:
-    def test_safetensors_are_preferred_over_pickles(self) -> None:
-        files = ["config.json", "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"]
-        assert wanted_files(files) == ["model.safetensors", "config.json"]
+_SIDE = ["README.md", "1_Pooling/config.json", "merges.txt", "modeling_x.py", "spiece.model"]
+_SHARD, _INDEX = "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"
 
-    def test_pickles_serve_where_there_is_nothing_else(self) -> None:
-        files = ["config.json", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "training_args.bin"]
-        assert wanted_files(files) == [
-            "pytorch_model-00001-of-00001.bin",
-            "config.json",
-            "pytorch_model.bin.index.json",
-        ]
 
-    def test_second_copies_of_the_weights_stay_behind(self) -> None:
-        copies = [
-            "consolidated.safetensors",
-            "original/consolidated.00.pth",
-            "model.fp16.safetensors",
-            "onnx/model.onnx",
-        ]
-        assert wanted_files(["model.safetensors", *copies]) == ["model.safetensors"]
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["config.json", "pytorch_model.bin", _INDEX], ["config.json"]),
+        (["consolidated.safetensors", "original/consolidated.00.pth", "model.fp16.safetensors", "onnx/model.onnx"], []),
+        (_SIDE, _SIDE),
+        (["modules.json", "2_Dense/model.safetensors"], ["modules.json", "2_Dense/model.safetensors"]),
+        (["2_Dense/model.safetensors"], []),
+        (["collage/residual.safetensors"], ["collage/residual.safetensors"]),
+    ],
+    ids=["no pickles", "no second copies", "side files", "modules", "not a module", "residual"],
+)
+def test_files_that_are_wanted_beside_safetensors(more: list[str], wanted: list[str]) -> None:
+    assert set(wanted_files(["model.safetensors", *more])) == {"model.safetensors", *wanted}
 
-    def test_side_files_and_code_come_along(self) -> None:
-        side = ["README.md", "1_Pooling/config.json", "merges.txt", "modeling_x.py", "spiece.model"]
-        assert set(side) < set(wanted_files(["model.safetensors", *side]))
 
-    def test_weights_of_modules_of_sentence_transformers_come_along(self) -> None:
-        dense = "2_Dense/model.safetensors"
-        assert dense in wanted_files(["model.safetensors", "modules.json", dense])
-        assert dense not in wanted_files(["model.safetensors", dense])
-
-    def test_the_residual_of_an_output_of_ours_comes_along(self) -> None:
-        assert "collage/residual.safetensors" in wanted_files(["model.safetensors", "collage/residual.safetensors"])
+def test_pickles_serve_where_there_is_nothing_else() -> None:
+    assert wanted_files(["config.json", _SHARD, _INDEX, "training_args.bin"]) == [_SHARD, "config.json", _INDEX]
 
 
 def test_aliases_are_hub_ids_under_folded_names() -> None:
