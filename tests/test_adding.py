@@ -133,19 +133,8 @@ def test_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = OptimizerChoice(bytes_per_parameter=toy.bytes_per_parameter(), variant="toy")
     monkeypatch.setitem(TRAINING_OPTIMIZERS, "toy", chosen)
 
-    command = (
-        "finetune",
-        "demo",
-        "--precision",
-        "bf16",
-        "--optimizer",
-        "toy",
-        *SMALL,
-        "--json",
-        "-o",
-        tmp_path / "out",
-    )
-    document = json.loads(run(*command))
+    words = ["finetune", "demo", "--precision", "bf16", "--optimizer", "toy", "--json"]
+    document = json.loads(run(*words, *SMALL, "-o", tmp_path / "out"))
     assert document["recipe"] == "bf16 toy"
     assert math.isfinite(document["runs"][0]["losses"]["values"][0])
 

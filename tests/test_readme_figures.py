@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -134,14 +135,6 @@ def _smollm2(recipe: str) -> str:
     )
 
 
-def _unit_fp8() -> str:
-    return _smollm2("unit-fp8")
-
-
-def _unit_fp8_backward() -> str:
-    return _smollm2("unit-fp8-backward")
-
-
 def _minilm() -> str:
     assert max(map(abs, _gaps("minilm", "amp-fp16"))) < 0.001
     found = _gaps("minilm", "collage-bf16")
@@ -151,7 +144,7 @@ def _minilm() -> str:
 
 FIGURES = [
     _compiled, _saved, _advice, _optimizer, _fp8_step, _ray, _damaged_files, _damaged_inputs, _kills, _resident,
-    _shared, _architectures, _unit_fp8, _unit_fp8_backward, _minilm, _feedback,
+    _shared, _architectures, partial(_smollm2, "unit-fp8"), partial(_smollm2, "unit-fp8-backward"), _minilm, _feedback,
 ]  # fmt: skip
 
 

@@ -112,10 +112,7 @@ def test_other_layouts_need_no_lpconv(layout: str) -> None:
     assert not re.search(r"import\s+lpconv", programs(document))
 
 
-@pytest.mark.parametrize(
-    ("sqnr_db", "words"),
-    [(math.inf, "exactly"), (30.0, "errors"), (None, "measured")],
-)
+@pytest.mark.parametrize(("sqnr_db", "words"), [(math.inf, "exactly"), (30.0, "errors"), (None, "measured")])
 def test_restoring_is_called_exact_only_where_it_was_measured_to_be(sqnr_db: float | None, words: str) -> None:
     tensors = tuple(replace(t, sqnr_db=sqnr_db) for t in bert_result().tensors)
     assert words in str(section_of(card(tensors=tensors), "How to get the original back"))

@@ -122,12 +122,7 @@ def held_out(role: str, metric: str, before: float, after: float, error: float =
 
 @pytest.mark.parametrize(
     ("run_after", "twin_after", "words"),
-    [
-        (0.8, 0.8, " 3 steps "),
-        (0.6, 0.6, "gap"),
-        (0.6, 0.8, "unit-fp8 "),
-        (0.8, 0.61, "gap"),
-    ],
+    [(0.8, 0.8, " 3 steps "), (0.6, 0.6, "gap"), (0.6, 0.8, "unit-fp8 "), (0.8, 0.61, "gap")],
 )
 def test_a_gap_is_no_verdict_where_nothing_was_learned(run_after: float, twin_after: float, words: str) -> None:
     records = (held_out("run", "eval_accuracy", 0.5, run_after), held_out("twin", "eval_accuracy", 0.5, twin_after))

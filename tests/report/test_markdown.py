@@ -27,14 +27,7 @@ def card(name: str) -> str:
 def test_every_block_has_its_place() -> None:
     text = card("a")
     assert yaml.safe_load(text.split("---\n")[1]) == {"license": "a"}
-    for part in (
-        "# a\n\na\n",
-        "| `a` | a |",
-        "\n- a\n",
-        "```python\nimport x\na\n```",
-        "`kept` as-is",
-        "## Warnings",
-    ):
+    for part in ("# a\n\na\n", "| `a` | a |", "\n- a\n", "```python\nimport x\na\n```", "`kept` as-is", "## Warnings"):
         assert part in text
     assert text.endswith("```\na\n```\n")
 

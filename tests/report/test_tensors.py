@@ -5,12 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lpconv.report.tensors import (
-    in_layer_order,
-    modules_of,
-    overflow_text,
-    worst_tensors,
-)
+from lpconv.report.tensors import in_layer_order, modules_of, overflow_text, worst_tensors
 from lpconv.results import TensorRecord
 from tests.helpers.report_examples import llama_shapes
 

@@ -104,10 +104,7 @@ def a_check(value: float, half: float, **fields: Any) -> TaskCheck:
         (a_check(0.003, 0.008), r"no .*quiz .* 400 .*\(acc: -0\.3 ± 0\.8 points\)"),
         (a_check(0.0, 0.005), r"no .*quiz .* 400 .*\(acc: \+0\.0 ± 0\.5 points\)"),
         (a_check(0.02, 0.01, num_lost=None), r"loses 0\.02 ± 0\.01 .*quiz \(acc, 400 "),
-        (
-            a_check(0, 0, drop=None, num_lost=None, score=4.5),
-            r"acc .*quiz .* 4\.5, .* 0\.512 .*\(400 ",
-        ),
+        (a_check(0, 0, drop=None, num_lost=None, score=4.5), r"acc .*quiz .* 4\.5, .* 0\.512 .*\(400 "),
     ],
 )
 def test_what_is_said_of_a_score(check: TaskCheck, text: str) -> None:
