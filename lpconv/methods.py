@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import Grain, default_grain
-from lpconv.formats.spec import Format, get_format
+from lpconv.formats.spec import INTEGERS, Format, get_format
 from lpconv.forms import FORMS, Form
 from lpconv.layouts import LAYOUTS
 
@@ -43,10 +43,10 @@ class Method:
 
         Raises UsageError if the method does not support that format at that granularity.
         """
-        allowed = grain.formats if grain is not None and grain.formats else self.formats
-        fmt = get_format(name or (self.default_format if allowed is self.formats else allowed[0]))
+        allowed, is_own = self.formats_with(grain), grain is None or not grain.formats
+        fmt = get_format(name or (self.default_format if is_own else allowed[0]))
         if fmt.name not in allowed:
-            what = "" if grain is None or allowed is self.formats else f" with {grain.words}"
+            what = "" if grain is None or is_own else f" with {grain.words}"
             finer = default_grain(fmt.name) if self.has_granularity else None
             more = f", or {fmt.name} with --granularity {finer}" if finer else ""
             raise UsageError(
@@ -54,6 +54,10 @@ class Method:
                 hint="it writes " + ", ".join(allowed) + more,
             )
         return fmt
+
+    def formats_with(self, grain: Grain | None) -> tuple[str, ...]:
+        """The formats that it writes at a granularity, None for one scale per tensor."""
+        return self.formats if grain is None else grain.formats or (*self.formats, *INTEGERS)
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -92,7 +96,7 @@ METHODS: dict[str, Method] = {
         Method(
             name="multipoint",
             own="points",
-            formats=("int4", "int8", "e4m3fn", "e2m1"),
+            formats=(*INTEGERS, "e4m3fn", "e2m1"),
             default_format="int4",
             has_budget=True,
         ),

@@ -8,7 +8,7 @@ from typing import Any
 from lpconv.advise.options import Budget
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import FORMATS, INTEGERS
 from lpconv.layouts import SCHEMES
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
@@ -18,6 +18,7 @@ from lpconv.results import AdviceRow
 
 Settings = dict[str, Any]  # settings of a conversion, as in a manifest job
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # group sizes for which runtimes have kernels
+_NOT_TRIED = {*INTEGERS} - {"int4", "int8"}  # measuring each width takes time
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
 
@@ -47,7 +48,7 @@ def _all_conversions() -> list[Settings]:
     """One per method, format, granularity and residual that stores different bytes; rows before whole tensors."""
     candidates: dict[tuple[Any, ...], Settings] = {}
     for method in METHODS.values():
-        for settings in _settings(method):
+        for settings in (s for s in _settings(method) if s["format"] not in _NOT_TRIED):
             kind = method.form(LPCONV)
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
             candidates.setdefault(same_bytes, settings)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
-from lpconv.formats.spec import Format
+from lpconv.formats.spec import INTEGERS, Format
 from lpconv.lookup import find
 
 TENSOR = "tensor"
@@ -19,8 +19,9 @@ TENSOR = "tensor"
 class Grain:
     """A scale granularity. `tile` is (rows, columns) that share a scale; 0 means all of them.
 
-    `formats` lists the formats that it supports, the default first; empty means any format that a method writes with
-    one scale. `scale_dtype` is F32, U8 (exponents of two, biased by 127) or F8_E4M3, as safetensors names them.
+    `formats` lists the formats that it supports, the default first; empty means integers and any format that a method
+    writes with one scale. `scale_dtype` is F32, U8 (exponents of two, biased by 127) or F8_E4M3, as safetensors names
+    them.
     """
 
     name: str
@@ -39,13 +40,12 @@ class Grain:
         """Whether the tensor has one more scale, which divides, as in compressed-tensors."""
         return self.scale_dtype == "F8_E4M3"
 
-    @property
-    def is_fitted(self) -> bool:
+    def fits(self, format: Format) -> bool:
         """Whether scales map a tile's largest magnitude to the largest number, as formats with few exponents need.
 
         Otherwise a scale is the root mean square of its tile.
         """
-        return bool(self.formats)
+        return bool(self.formats) or format.twos_complement
 
     def is_searched(self, format: Format) -> bool:
         """Whether other scales than the usual ones can make a difference for codes of a format: of 4 bits or integers,
@@ -73,8 +73,7 @@ GRAINS: dict[str, Grain] = {
     )
 }
 _GROUP = re.compile(r"group:([1-9][0-9]{0,5})")
-_INTEGERS = ("int4", "int8")
-_WORD = 8  # 4-bit numbers per 32-bit word; a group fills whole words
+_WORD = 8  # integers of any width that fill whole bytes
 
 
 def find_grain(name: str) -> Grain | None:
@@ -82,13 +81,13 @@ def find_grain(name: str) -> Grain | None:
     group = _GROUP.fullmatch(name)
     if group is None or int(group[1]) % _WORD:
         return GRAINS.get(name)
-    return Grain(name=name, tile=(1, int(group[1])), formats=_INTEGERS)
+    return Grain(name=name, tile=(1, int(group[1])), formats=tuple(sorted(INTEGERS, key=lambda n: n != "int4")))
 
 
 def default_grain(format_name: str) -> str | None:
     """The default granularity of a format that needs one, or None."""
     named = (g.name for g in GRAINS.values() if format_name in g.formats)
-    return next(named, "group:128" if format_name in _INTEGERS else None)
+    return next(named, "group:128" if format_name in INTEGERS else None)
 
 
 def get_grain(name: str) -> Grain | None:

@@ -107,13 +107,13 @@ class ExponentHistogram:
         spec = _supported(format)
         edge = 2 - spec.eps
         below_normal = self._below(spec.min_exponent - 1 - log2_scale, edge, inclusive=False)
-        return below_normal - self.num_underflow(spec, log2_scale=log2_scale)
+        return max(below_normal - self.num_underflow(spec, log2_scale=log2_scale), 0)  # int2 has none
 
     def num_overflow(self, format: str | Format, *, log2_scale: int = 0) -> int:
         """Number of finite elements beyond the largest number of `format` after multiplication by 2^log2_scale."""
         spec = _supported(format)
         edge = 1 + (spec.max_mantissa + 0.5) * spec.eps
-        even = spec.max_mantissa % 2 == 0  # then the tie rounds down
+        even = (spec.max_exponent_field << spec.mantissa_bits) + spec.max_mantissa & 1 == 0  # then the tie rounds down
         return self.num_nonzero - self._below(spec.max_exponent - log2_scale, edge, inclusive=even)
 
     def rates(self, format: str | Format, *, log2_scale: int = 0) -> Rates:

@@ -8,8 +8,8 @@ e8m0); the fnuz pair as in the Graphcore/AMD proposal (arXiv 2206.02915), with t
 code of -0 as the only NaN.
 
 Integers fit the same model: with one exponent bit, the step is the same above and below the smallest normal number, and
-the bias makes that step 1. int4 and int8 are symmetric, ±7 and ±127, in two's complement; the codes of -8 and -128
-decode to these values, but rounding never produces them.
+the bias makes that step 1. int2 to int8 are symmetric, such as ±7 and ±127, in two's complement; the lowest codes, such
+as those of -8 and -128, decode to these values, but rounding never produces them.
 """
 
 import functools
@@ -132,10 +132,11 @@ FORMATS: dict[str, Format] = {
         _format("e3m2", 3, 2, 3, (7, 3), **_FINITE, storage_bits=6),
         _format("e2m3", 2, 3, 1, (3, 7), **_FINITE, storage_bits=6),
         _format("e2m1", 2, 1, 1, (3, 1), **_FINITE, storage_bits=4, torch="float4_e2m1fn_x2"),
-        _format("int8", 1, 6, -5, (1, 63), **_INTEGER, storage_bits=8),
-        _format("int4", 1, 2, -1, (1, 3), **_INTEGER, storage_bits=4),
+        *(_format(f"int{bits}", 1, bits - 2, 3 - bits, (1, 2 ** (bits - 2) - 1), **_INTEGER, storage_bits=bits)
+          for bits in range(8, 1, -1)),
     )
 }  # fmt: skip
+INTEGERS = tuple(name for name, f in FORMATS.items() if f.twos_complement)
 # Formats by their dtype in safetensors files.
 OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
@@ -190,6 +191,12 @@ _MEANT = {
     "fp6": "`e3m2` or `e2m3`", "mxfp8": "`e4m3fn` with --granularity mx", "mxfp4": "`e2m1` with --granularity mx",
     "nvfp4": "`e2m1` with --granularity nvfp4",
 }  # fmt: skip
+
+
+def per_group(bits: int, word: int = 8) -> tuple[int, int]:
+    """The smallest number of codes that fills whole words of so many bits, and the number of words."""
+    codes = word // math.gcd(bits, word)
+    return codes, codes * bits // word
 
 
 def spellings(names: Mapping[str, str]) -> dict[str, str]:

@@ -78,7 +78,7 @@ def decode(codes: Tensor, scale: float | Tensor, packed: str = "", *, out: Tenso
     `packed` is a format in `PACKED`.
     """
     if packed:
-        kind, plus = PACKED[packed]
+        kind, plus, _ = PACKED[packed]
         value = stored_numbers(codes.view(1, -1), kind, 1).view(-1)
         value = value.add_(plus) if plus else value
         _rows_of(value, scale).mul_(scale)
@@ -238,7 +238,7 @@ def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
     values = _all_numbers(dtype)
     codes = torch.empty(len(values), dtype=_dtype(fmt))
     got = _round_to_codes(values, scale, fmt, codes, Workspace(), is_finite=True)
-    used = values.abs() <= _REACH * fmt.max * scale
+    used = values.abs() <= _REACH * (fmt.max + fmt.twos_complement) * scale
     bits = (got - values).view(torch.int32)
     return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 

@@ -145,7 +145,7 @@ class Grid(Stored):
         spans = tuple(self.spans(start, stop))
         plain = self.codes.kind in SHORT and self.zeros is None and self.order is None and self.columns is None
         plain = plain and not self.is_transposed and out.dtype.itemsize <= 4 and len(spans) == 1
-        if not plain or self.matrix[1] % max(self.block[1], self.codes.per_word):
+        if not plain or self.matrix[1] % max(self.block[1], self.codes.group[0]):
             return super().decode_to(out, data, start, stop, side)
         (span,) = spans
         scales = self.scales.expand_rows(self.scales_of(data[1], span, side), span).expand(span.shape[0], -1)

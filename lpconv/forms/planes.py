@@ -12,8 +12,10 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lpconv.formats.spec import per_group
 from lpconv.forms.facts import Component
 from lpconv.forms.form import Fetch
+from lpconv.storage.header import DTYPE_BITS
 
 if TYPE_CHECKING:
     import torch
@@ -26,16 +28,16 @@ if TYPE_CHECKING:
 SHORT = ("fp8", "e2m1")
 _PIECE = 2**17  # bytes whose numbers are looked up at once
 
-# Unsigned integers by their bits, 32 / bits per 32-bit word, the first in the lowest bits.
-INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
-_PER_WORD = {"e2m1": 2, "int4": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
-# Codes that tiles pack, by format: their kind, and what is added to them.
-PACKED = {"e2m1": ("e2m1", 0), "int4": ("uint4", -8), "int8": ("uint8", -128)}
+# Unsigned integers by their bits, in 32-bit words without gaps, the first in the lowest bits.
+UNSIGNED = {bits: f"uint{bits}" for bits in range(2, 9)}
+_BITS = {"e2m1": 4, "int4": 4, "awq": 4, **{kind: bits for bits, kind in UNSIGNED.items()}}
+# Codes that tiles pack, by format: their kind, what is added to them, and the dtype of the file.
+PACKED = {"e2m1": ("e2m1", 0, "U8"), **{f"int{b}": (kind, -(2 ** (b - 1)), "I32") for b, kind in UNSIGNED.items()}}
 # The nibble of number k of a word: AWQ's kernels need the even ones in the lower half.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _DTYPES = {
     "fp8": {"F8_E4M3", "F8_E5M2"}, "wide": {"F16", "BF16", "F32", "I8"}, "e8m0": {"U8", "F8_E8M0"}, "e2m1": {"U8"},
-    "int4": {"U8"}, "uint2": {"I32"}, "uint4": {"I32"}, "uint8": {"I32"}, "awq": {"I32"},
+    "int4": {"U8"}, "awq": {"I32"}, **{kind: {"I32"} for kind in UNSIGNED.values()},
 }  # fmt: skip
 
 
@@ -112,16 +114,17 @@ class Plane:
         return (1, 1) if not shape else (shape[0], 1) if len(shape) == 1 else (shape[-2], shape[-1])
 
     @property
-    def per_word(self) -> int:
-        return _PER_WORD.get(self.kind, 1)
+    def group(self) -> tuple[int, int]:
+        """The smallest number of codes that fills whole stored elements, and the number of these."""
+        return per_group(_BITS[self.kind], DTYPE_BITS[self.component.dtype]) if self.kind in _BITS else (1, 1)
 
     @property
     def ends(self) -> tuple[float, float]:
         """The smallest and largest possible value of a code."""
         if self.kind == "int4":
             return -8.0, 7.0
-        if self.kind in _PER_WORD and self.kind != "e2m1":
-            return self.plus, self.plus + 2 ** (32 // self.per_word) - 1
+        if self.kind in _BITS and self.kind != "e2m1":
+            return self.plus, self.plus + 2 ** _BITS[self.kind] - 1
         largest = {"e2m1": 6.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "I8": 127.0}
         high = largest.get(self.kind, largest.get(self.component.dtype, float("inf")))
         return -high, high
@@ -129,7 +132,8 @@ class Plane:
     def holds(self, shape: tuple[int, int]) -> bool:
         """Whether this has the numbers for a matrix, in the right dtype, padded to less than a word."""
         rows, cols = (-(-n // b) for n, b in zip(shape, self.block, strict=True))
-        words = (-(-rows // self.per_word), cols) if self.axis == 0 else (rows, -(-cols // self.per_word))
+        codes, elements = self.group
+        words = (-(-rows * elements // codes), cols) if self.axis == 0 else (rows, -(-cols * elements // codes))
         return self.size == words and self.component.dtype in _DTYPES.get(self.kind, ())
 
     def fetch(self, fetch: Fetch, span: Span) -> Tensor:
@@ -151,11 +155,13 @@ class Plane:
         if self.plus:
             x = x + self.plus
             if self.wraps:
-                x = x.remainder_(2 ** (32 // self.per_word))
+                x = x.remainder_(2 ** _BITS[self.kind])
         (top, bottom), (left, right) = self._blocks(span)
         (first_row, _), (first_col, _) = self._words(span)
-        rows, cols = (self.per_word, 1) if self.axis == 0 else (1, self.per_word)
-        above, before = first_row * rows, first_col * cols
+        codes, elements = self.group
+        above, before = (
+            (first_row // elements * codes, first_col) if self.axis == 0 else (first_row, first_col // elements * codes)
+        )
         return x[top - above : bottom - above, left - before : right - before]
 
     def spread(self, x: Tensor, span: Span) -> Tensor:
@@ -185,10 +191,10 @@ class Plane:
     def _words(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
         """The range of stored elements that contain these blocks."""
         (top, bottom), (left, right) = self._blocks(span)
-        n = self.per_word
+        (codes, elements), (height, width) = self.group, self.size
         if self.axis == 0:
-            return (top // n, -(-bottom // n)), (left, right)
-        return (top, bottom), (left // n, -(-right // n))
+            return (top // codes * elements, min(-(-bottom // codes) * elements, height)), (left, right)
+        return (top, bottom), (left // codes * elements, min(-(-right // codes) * elements, width))
 
 
 def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
@@ -196,27 +202,28 @@ def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
 
     ``fp8`` and ``wide`` are numbers of their dtype, ``e8m0`` bytes 2^(byte - 127) with 255 as NaN (OCP MX 1.0, 5.4.1),
     ``e2m1`` two per byte, the first in the lower half, ``int4`` the same in two's complement; the others are unsigned
-    integers in 32-bit words.
+    integers without gaps. The numbers of the last word may be fewer than those returned.
     """
     import torch
 
+    from lpconv.formats.codes import unpack
+
     if kind in SHORT:
-        return fill(torch.empty(raw.shape[0], raw.shape[1] * _PER_WORD.get(kind, 1), device=raw.device), raw, kind)
+        return fill(
+            torch.empty(raw.shape[0], raw.shape[1] * per_group(_BITS.get(kind, 8))[0], device=raw.device), raw, kind
+        )
     if kind == "e8m0":
         return raw.view(torch.float8_e8m0fnu).float()
     if kind == "wide":
         return raw.float()
-    if axis == 1 and kind in ("uint4", "uint8"):  # the bytes of words are in the order of their numbers
-        raw = raw.contiguous().view(torch.uint8)
-        return (raw if kind == "uint8" else torch.stack((raw & 15, raw >> 4), dim=2).flatten(1)).float()
-    if kind == "int4":
-        signed = raw.view(torch.int8)
-        parts = [(signed << 4 >> 4).float(), (signed >> 4).float()]
-    else:
-        bits = 32 // _PER_WORD[kind]
-        places = _AWQ_NIBBLES if kind == "awq" else range(_PER_WORD[kind])
-        parts = [((raw >> (place * bits)) & (2**bits - 1)).float() for place in places]
-    return torch.stack(parts, dim=2).flatten(1) if axis == 1 else torch.stack(parts, dim=1).flatten(0, 1)
+    if axis == 0:
+        return stored_numbers(raw.t(), kind, 1).t()
+    if kind == "awq":
+        return stored_numbers(raw, "uint4", 1).view(len(raw), -1, 8)[:, :, _AWQ_NIBBLES].flatten(1)
+    packed = raw.contiguous().view(-1).view(torch.uint8).view(raw.shape[0], raw.shape[1] * raw.itemsize)
+    packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % per_group(_BITS[kind])[1]))
+    numbers = unpack(packed.view(-1), _BITS[kind]).view(len(raw), -1)
+    return ((numbers ^ 8).float() - 8) if kind == "int4" else numbers.float()
 
 
 def fill(out: Tensor, raw: Tensor, kind: str) -> Tensor:

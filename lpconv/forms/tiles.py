@@ -1,9 +1,9 @@
 """Codes with a scale per tile (a row, part of a row, or block of rows and columns): value = scale_tile · code.
 
 Rows run along the last axis; tiles divide the matrix of all rows, for any leading axes. The codes are [1, *shape] as
-with one scale, 4-bit codes and integers packed as in `encode_narrow_`, and `NAME_scale` has a number per tile: [tiles
-along rows, tiles along columns]. So an outlier costs no other tile its precision. A `Grain` defines the dtype of scales
-and the size of tiles; `tile_scales.py` computes scales from weights.
+with one scale, e2m1 and integers packed as `PACKED` says, and `NAME_scale` has a number per tile: [tiles along rows,
+tiles along columns]. So an outlier costs no other tile its precision. A `Grain` defines the dtype of scales and the
+size of tiles; `tile_scales.py` computes scales from weights.
 
 Decoding uses the arithmetic of `grid.py`, which also reads these layouts from other tools.
 """
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 FACTOR_SUFFIX = "_global_scale"
 _SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
-# Dtypes of packed codes, whose numbers `PACKED` defines.
-_DTYPES = {"e2m1": "U8", "int4": "I32", "int8": "I32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +98,10 @@ class Tiles(CodedForm):
             return f"{grain.name} is a third-party layout"
         if cols > MAX_COLS:
             return f"rows of {cols} elements are too long for {grain.words}"
-        if grain.is_fitted and cols % grain.tile[1]:
+        if grain.formats and cols % grain.tile[1]:
             return f"rows of {cols} elements are not a multiple of {grain.tile[1]}"
+        if format.name in PACKED and cols * format.storage_bits % DTYPE_BITS[PACKED[format.name][2]]:
+            return f"rows of {cols} {format.name} codes do not fill whole words"
         return None
 
     @classmethod
@@ -140,7 +140,7 @@ class Tiles(CodedForm):
         """The codes as an encoder makes them, for the component `data`."""
         dtype, suffix = self.format.safetensors, ""
         if self.packed:
-            dtype, suffix = _DTYPES[self.format.name], self.names.packed
+            dtype, suffix = PACKED[self.format.name][2], self.names.packed
         assert dtype is not None, self.format.name
         cols = self.cols * self.format.storage_bits // DTYPE_BITS[dtype]
         lead = self.shape[:-1] if self.shape else ()
@@ -200,7 +200,7 @@ class Tiles(CodedForm):
 
     @functools.cached_property
     def grid(self) -> Grid:
-        kind, plus = PACKED.get(self.format.name, ("", 0))
+        kind, plus, _ = PACKED.get(self.format.name, ("", 0, ""))
         rows = self.matrix[0]
         flat = replace(self.codes, shape=(rows, math.prod(self.codes.shape) // max(rows, 1)))
         return Grid(
@@ -281,10 +281,10 @@ class Tiles(CodedForm):
     def as_stored(self, codes: Tensor, start: int, side: Side, work: Workspace) -> Tensor:
         if not self.packed and not self.names.word:
             return codes
-        from lpconv.formats.codes import pack_nibbles
+        from lpconv.formats.codes import pack
         from lpconv.storage.dtypes import TORCH_DTYPES
 
-        codes = pack_nibbles(codes, work.residual) if self.format.storage_bits == 4 else codes
+        codes = pack(codes, self.format.storage_bits, work.residual) if self.packed else codes
         return codes.view(TORCH_DTYPES[self.data[0].dtype])
 
     def codes_in(self, data: Sequence[Tensor]) -> Tensor:
@@ -395,7 +395,7 @@ class Tiles(CodedForm):
             has_pow2_scale=self.has_pow2_scale and not self.searches,
             tile=self.grain.tile,
             cols=self.cols,
-            has_short_scales=self.names.integer_scale == "BF16" and self.grain.is_fitted,
+            has_short_scales=self.names.integer_scale == "BF16" and self.grain.fits(self.format),
         )
 
 

@@ -28,9 +28,9 @@ from lpconv.storage.source import Source, open_source, read_range
 
 NOT_JUDGED = f"scales that are wrong by less than a factor of {FACTOR:.0f} (use `lpconv verify --against`)"
 _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-# Suspicious share of saturated codes, by bits. A scale of half the right size saturates 0.15 of 8-bit and 0.45 of 4-bit
-# codes.
-_MANY = {4: 0.3, 8: 0.05}
+# Suspicious share of saturated codes: 0.3 of 4 bits, half of it for each further bit, but at least that of 8 bits. A
+# scale of half the right size saturates 0.15 of 8-bit and 0.45 of 4-bit codes.
+_MANY_OF_8 = 0.05
 
 
 def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
@@ -86,7 +86,11 @@ def inspect_with_statistics(model: Openable, progress: Progress | None = None) -
 
 
 def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:
-    if t.saturated_share is None or form.format is None or t.saturated_share <= _MANY[form.format.storage_bits]:
+    if (
+        t.saturated_share is None
+        or form.format is None
+        or t.saturated_share <= max(_MANY_OF_8, 4.8 / 2**form.format.storage_bits)
+    ):
         return None
     return f"`{t.name}`: {t.saturated_share:.0%} of the codes have the largest value, so its scales may be too small"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
+from lpconv.formats.spec import FORMATS, INTEGERS
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.layouts.linears import MATCHING_S, expression
 
@@ -22,7 +23,7 @@ INPUTS = NOT_ROUNDED, DYNAMIC, STATIC = ("none", "dynamic", "static")
 # Number formats that each `format` of a config allows for the codes.
 NUMBERS_OF = {
     "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
-    "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
+    "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {*INTEGERS},
 }  # fmt: skip
 # The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
 _KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -100,9 +101,6 @@ def cache_scale_name(weight: str) -> str | None:
     return None if match is None else f"{match[1]}{match[2]}_scale"
 
 
-_INTEGERS = {"int4": 4, "int8": 8}
-
-
 def preset_of(number: str, grain: Grain | None, inputs: str | None = None) -> CompressedPreset | None:
     """The preset for a format, a granularity and one of `INPUTS`, or None.
 
@@ -110,7 +108,7 @@ def preset_of(number: str, grain: Grain | None, inputs: str | None = None) -> Co
     support the format counts as one scale per tensor.
     """
     grain = grain if grain is None or not grain.formats or number in grain.formats else None
-    if grain is not None and number in _INTEGERS and number in grain.formats:
+    if grain is not None and number in INTEGERS and grain.tile[0] == 1:
         return None if inputs not in (None, NOT_ROUNDED) else _integers(number, grain)
     asked = (NOT_ROUNDED, DYNAMIC) if inputs is None else (inputs,)
     presets = (p for p in _PRESETS if (p.number, p.grain) == (number, grain))
@@ -118,14 +116,14 @@ def preset_of(number: str, grain: Grain | None, inputs: str | None = None) -> Co
 
 
 def _integers(number: str, grain: Grain) -> CompressedPreset:
-    """The preset of packed integers with a scale per group."""
-    bits = _INTEGERS[number]
+    """The preset of packed integers with a scale per group or row."""
+    bits, size = FORMATS[number].bits, grain.tile[1]
     return CompressedPreset(
         name=f"W{bits}A16",
         format="pack-quantized",
         number=number,
         grain=grain,
-        weights=_args(bits, "int", "group", group_size=grain.tile[1]),
+        weights=_args(bits, "int", "group", group_size=size) if size else _args(bits, "int", "channel"),
     )
 
 
@@ -227,7 +225,7 @@ def missing_input_scales(config: Mapping[str, Any], modules: Iterable[str], name
 def preset_in(group: Mapping[str, Any]) -> CompressedPreset | None:
     """The preset whose codes a group of a config means, whatever its inputs; None if lpconv writes no such codes."""
     weights = group["weights"]
-    grain = find_grain(f"group:{weights.get('group_size')}")
-    known = (*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None))
+    grain = find_grain(f"group:{weights.get('group_size')}") or GRAINS["row"]
+    known = (*_PRESETS, *(_integers(n, grain) for n in INTEGERS))
     meant = [weights.get("type", "int"), *map(weights.get, _MEANING)]
     return next((p for p in known if meant == [p.weights["type"], *map(p.weights.get, _MEANING)]), None)

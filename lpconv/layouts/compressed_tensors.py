@@ -25,7 +25,7 @@ from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Stored
 from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, grid_of_blocks
-from lpconv.forms.planes import INTEGERS, Plane, PlaneNames, one_by_one
+from lpconv.forms.planes import UNSIGNED, Plane, PlaneNames, one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 from lpconv.layouts.compressed_config import (
@@ -341,11 +341,11 @@ def _packed_integers(name: str, codes: Component, scale: Component, headers: Hea
     rows, words = codes.shape[-2:]
     for weights in settings_for(headers.quantization, name.removesuffix(_WEIGHT)):
         bits, size = weights.get("num_bits"), weights.get("group_size")
-        if weights.get("type", "int") != "int" or not isinstance(bits, int) or bits not in INTEGERS:
+        if weights.get("type", "int") != "int" or not isinstance(bits, int) or bits not in UNSIGNED:
             continue
         group = size if isinstance(size, int) and size > 0 else 0
         cols = one_by_one(scale).size[1] * group if group else words * 32 // bits
-        codes_plane = Plane(component=codes, kind=INTEGERS[bits], plus=-(2 ** (bits - 1)))
+        codes_plane = Plane(component=codes, kind=UNSIGNED[bits], plus=-(2 ** (bits - 1)))
         scales = one_by_one(scale, (1, group or cols))
         zeros = headers.component(name + "_zero_point")
         zeros_plane = None if zeros is None else one_by_one(zeros, scales.block)
@@ -354,7 +354,7 @@ def _packed_integers(name: str, codes: Component, scale: Component, headers: Hea
         grid = Grid(
             name=name,
             shape=(*codes.shape[:-2], rows, cols),
-            format=FORMATS["int4" if bits <= 4 else "int8"],
+            format=FORMATS[f"int{bits}"],
             codes=codes_plane,
             scales=scales,
             zeros=zeros_plane,

@@ -3,14 +3,14 @@
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.grid import Grid
-from lpconv.forms.planes import INTEGERS, Plane, one_by_one
+from lpconv.forms.planes import UNSIGNED, Plane, one_by_one
 from lpconv.layouts.layout import Layout
 
 _QWEIGHT = ".qweight"
 
 
 def _read_gptq(name: str, headers: Headers) -> Grid | None:
-    """GPTQ: integers in groups, transposed, eight (4 bits) of one column per word.
+    """GPTQ: integers in groups, transposed, those of a column in words without gaps.
 
     `MODULE.qweight` [in / 8, out], `scales` [groups, out], `qzeros` [groups, out / 8] and `g_idx` [in], the group of
     each input. Most files are of the first version, which stores a zero point minus one and wraps (15 is 0 for 4 bits);
@@ -19,7 +19,7 @@ def _read_gptq(name: str, headers: Headers) -> Grid | None:
     """
     parts, bits = _transposed_words(name, headers), headers.quantization.get("bits")
     order = headers.component(f"{name.removesuffix(_QWEIGHT)}.g_idx")
-    kind = INTEGERS.get(bits) if isinstance(bits, int) else None
+    kind = UNSIGNED.get(bits) if isinstance(bits, int) else None
     if parts is None or kind is None or order is None or len(order.shape) != 1:
         return None
     codes, scales, zeros = parts
@@ -29,7 +29,7 @@ def _read_gptq(name: str, headers: Headers) -> Grid | None:
     return Grid(
         name=f"{name.removesuffix(_QWEIGHT)}.weight",
         shape=(cols, rows),
-        format=FORMATS["int4" if kind == "uint4" else "int8"],
+        format=FORMATS[kind.removeprefix("u")],
         codes=Plane(component=codes, kind=kind, axis=0),
         scales=one_by_one(scales, block),
         zeros=Plane(component=zeros, kind=kind, block=block, plus=int(is_first_version), wraps=True),

@@ -71,7 +71,7 @@ def why_unreadable(headers: Headers) -> str | None:
     """Why lpconv cannot read the layout, from tensor names and the config; None if it can or need not."""
     method = headers.quantised_by
     if method in READ:
-        return READ[method].why_unreadable(headers.quantization) or _odd_integers(headers.quantization, READ[method])
+        return READ[method].why_unreadable(headers.quantization) or _single_bits(headers.quantization, READ[method])
     tool = None if method in (None, "lpconv") else f"`{method}`"
     for name, pattern in _UNREAD.items():
         match = next((n for n in headers.root if pattern.search(n)), None)
@@ -82,12 +82,12 @@ def why_unreadable(headers: Headers) -> str | None:
     return None if tool is None else f"the checkpoint is quantised by {tool}, which lpconv does not read"
 
 
-def _odd_integers(config: Mapping[str, Any], layout: Layout) -> str | None:
-    """Why integers of an odd width are unreadable, from the settings of weights in a config; None if there are none."""
+def _single_bits(config: Mapping[str, Any], layout: Layout) -> str | None:
+    """Why integers of one bit are unreadable, from the settings of weights in a config; None if there are none."""
     for settings in weight_settings(config):
         bits = settings.get("num_bits", settings.get("bits", settings.get("w_bit")))
-        if bits in (1, 3, 5, 6, 7) and settings.get("type", "int") == "int":
-            return f"the weights are {bits}-bit integers, which lpconv does not read in layout `{layout.name}`"
+        if bits == 1 and settings.get("type", "int") == "int":
+            return f"the weights are 1-bit integers, which lpconv does not read in layout `{layout.name}`"
     return None
 
 

@@ -1,10 +1,11 @@
 """mlx-lm's layout: codes in 32-bit words under the weight's own name, and a scale per group under `MODULE.scales`.
 
 MXFP4 and MXFP8 have the bytes of `Tiles`. Integers have mlx's affine form, q · scale + bias, where q is unsigned and
-the bias is -8 or -128 scales. Both numbers are fp32, since mlx computes in the dtype of the scales: bf16 would round
-q · scale to 8 bits, an error of up to 0.8 steps of int8 (measured with mlx 0.32). In fp32, values are exact for scales
-of up to 16 bits, such as all that lpconv chooses. Only a scale that restores a weight that is already on a grid may
-have 24 bits; mlx then rounds q · scale too, and its values may differ from lpconv's in the last bits of fp32.
+the bias is minus half their range, such as -8 scales of 4 bits. Both numbers are fp32, since mlx computes in the dtype
+of the scales: bf16 would round q · scale to 8 bits, an error of up to 0.8 steps of int8 (measured with mlx 0.32). In
+fp32, values are exact for scales of up to 16 bits, such as all that lpconv chooses. Only a scale that restores a weight
+that is already on a grid may have 24 bits; mlx then rounds q · scale too, and its values may differ from lpconv's in
+the last bits of fp32.
 Sources: ml-explore, mlx 0.32, `mx.dequantize`; mlx-lm 0.32, `utils.load_model`.
 """
 
@@ -21,7 +22,8 @@ from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
 from lpconv.storage.header import DTYPE_BITS
 
-_MODES = {"e2m1": "mxfp4", "e4m3fn": "mxfp8", "int4": "affine", "int8": "affine"}
+_AFFINE = (2, 3, 4, 5, 6, 8)  # bits of the affine mode of `mx.quantize`
+_MODES = {"e2m1": "mxfp4", "e4m3fn": "mxfp8", **{f"int{bits}": "affine" for bits in _AFFINE}}
 _GROUPS = (32, 64, 128)
 
 
@@ -108,8 +110,10 @@ LAYOUT = Layout(
     schemes=(
         Scheme("MLX_MXFP4", "e2m1", "mx", 4.25, _OPENS, "Apple computers; 4-bit floats"),
         Scheme("MLX_MXFP8", "e4m3fn", "mx", 8.25, _OPENS, "Apple computers; 8-bit floats"),
-        Scheme("MLX_INT4", "int4", "group:64", 5, _OPENS, "Apple computers; 4-bit integers"),
-        Scheme("MLX_INT8", "int8", "group:64", 9, _OPENS, "Apple computers; 8-bit integers"),
+        *(
+            Scheme(f"MLX_INT{b}", f"int{b}", "group:64", b + 1, _OPENS, f"Apple computers; {b}-bit integers")
+            for b in _AFFINE
+        ),
     ),
     opening="This directory has mlx-lm's layout: {codes}. mlx-lm opens it with `pip install mlx-lm`; lpconv is not "
     "needed:",

@@ -244,7 +244,7 @@ def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping
         if grid.zeros is not None and config.get("sym") is True:
             span = next(_matrices(grid))
             zeros = grid.zeros.numbers(grid.zeros.fetch(partial(_fetch, source), span), span)
-            middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
+            middle = grid.format.max + 1
             if bool((zeros != middle).any()):
                 yield (
                     f"`{name}`: zero points {float(zeros.min()):g} to {float(zeros.max()):g}, but config.json says "

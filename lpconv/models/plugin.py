@@ -3,9 +3,9 @@
 A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape [1]
 under `NAME_scale`, or one scale per tile of its rows, shape [tiles along rows, tiles along columns], as numbers or as
 bytes of exponents; its value is codes · scale. The config defines the tile, which is a row by default. Codes of few
-bits are packed along the last axis. Loading decodes into the dtype that the model is opened with, so the result is the
-stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes, and a warning tells
-if more than a tenth of a change is lost.
+bits are packed along the last axis, the first in the lowest bits. Loading decodes into the dtype that the model is
+opened with, so the result is the stock model. Saving encodes again with the same scales: an unchanged weight gives the
+same bytes, and a warning tells if more than a tenth of a change is lost.
 
 Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` is the number of points of each
 row, `NAME_scale` has one scale per point, and the codes are [1, points, bytes of a row]. Only a conversion can fit
@@ -14,6 +14,7 @@ these scales, so such a model cannot be saved as codes, only as plain weights af
 This file is copied into each output as its loader module for `trust_remote_code=True`; keep it free of other imports.
 """
 
+import math
 import re
 import warnings
 from typing import Any
@@ -59,15 +60,13 @@ DTYPES = {
 
 # Rows and columns that share a scale, 0 for all of them, by name in the config.
 TILES = {"row": (1, 0), "128x128": (128, 128), "mx": (1, 32)}
-# Values of codes of few bits, in the order of the codes; 4-bit codes are stored two to a byte.
+_WORDS = {1: torch.int16, 2: torch.int32, 4: torch.int64}  # words of two neighbours, by the codes of each
+# Values of codes of few bits, in the order of the codes.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NARROW_VALUES = {
-    "int4": (*range(8), *range(-8, 0)),
-    "int8": (*range(128), *range(-128, 0)),
+    **{f"int{bits}": (*range(2 ** (bits - 1)), *range(-(2 ** (bits - 1)), 0)) for bits in range(2, 9)},
     "e2m1": (*_E2M1, *(-v for v in _E2M1)),
 }
-# Scaled integers are stored with half their range added, which flips the top bit of each.
-_BIAS = {"int4": 0x88, "int8": 0x80}
 # The largest numbers that round to each e2m1 number but the last: ties go to the even code.
 _E2M1_ENDS = (0.25, 0.75 - 2.0**-25, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
 
@@ -373,12 +372,10 @@ def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:
     return raw.view(DTYPES[fmt]).float() if fmt in DTYPES else _narrow_values(raw, fmt)
 
 
-def _narrow_values(raw: Tensor, fmt: str) -> Tensor:
-    """Decode bytes [rows, bytes] with codes of few bits to fp32."""
-    table = torch.tensor(NARROW_VALUES[fmt], dtype=torch.float32, device=raw.device)
-    if table.numel() == 16:
-        raw = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
-    return table[raw.long()]
+def _narrow_values(raw: Tensor, fmt: str, first: int = 0) -> Tensor:
+    """Decode bytes [rows, bytes] with codes of few bits to fp32; `first` is the code that is stored as 0."""
+    table = torch.tensor(NARROW_VALUES[fmt], dtype=torch.float32, device=raw.device).roll(-first)
+    return table[_unpack(raw, table.numel().bit_length() - 1).long()]
 
 
 def decode_scaled(codes: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]) -> Tensor:
@@ -386,8 +383,8 @@ def decode_scaled(codes: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int])
     rows = codes.reshape(-1, codes.shape[-1])
     if fmt in DTYPES:
         values = rows.float()
-    elif codes.dtype == torch.int32:  # words of integers with a bias, so that none is negative
-        values = _narrow_values(rows.view(torch.uint8) ^ _BIAS[fmt], fmt)
+    elif codes.dtype == torch.int32:  # words of integers, plus half of their range so that none is negative
+        values = _narrow_values(rows.view(torch.uint8), fmt, max(NARROW_VALUES[fmt]) + 1)
     else:
         values = _narrow_values(rows, fmt)
     return (values * _expand_scale(scale, tile, values)).reshape(*codes.shape[1:-1], -1)
@@ -402,15 +399,32 @@ def encode_scaled(weight: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]
         return unit.clamp(-limit, limit).to(DTYPES[fmt]).reshape(1, *weight.shape)
     if fmt == "e2m1":
         code = torch.bucketize(unit.abs(), torch.tensor(_E2M1_ENDS, device=unit.device))
-        return _pack_pairs((code + 8 * torch.signbit(unit)).byte()).reshape(1, *weight.shape[:-1], -1)
-    limit = max(NARROW_VALUES[fmt])
-    code = unit.clamp(-limit - 1, limit).round().to(torch.int8).view(torch.uint8)
-    code = (_pack_pairs(code & 15) if fmt == "int4" else code) ^ _BIAS[fmt]
-    return code.view(torch.int32).reshape(1, *weight.shape[:-1], -1)
+        return _pack((code + 8 * torch.signbit(unit)).byte(), 4).reshape(1, *weight.shape[:-1], -1)
+    half = max(NARROW_VALUES[fmt]) + 1
+    codes = unit.clamp(-half, half - 1).round().add(half).byte()
+    return _pack(codes, half.bit_length()).view(torch.int32).reshape(1, *weight.shape[:-1], -1)
 
 
-def _pack_pairs(codes: Tensor) -> Tensor:
-    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes, one per byte, without gaps into bytes: neighbours are joined until their bits are whole bytes."""
+    words, count = codes.reshape(-1), 1
+    while bits * count % 8:
+        words = words.view(_WORDS[count])
+        words = words - (words >> 8 * count) * ((1 << 8 * count) - (1 << bits * count))
+        count *= 2
+    return words.view(torch.uint8).view(-1, count)[:, : bits * count // 8].contiguous().view(len(codes), -1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The codes of packed rows, one per byte."""
+    count = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
+    groups = packed.reshape(-1, bits * count // 8)
+    words = torch.nn.functional.pad(groups, (0, count - groups.shape[-1])).flatten()
+    while count > 1:
+        count //= 2
+        words = words.view(_WORDS[count])
+        words = words + (words >> bits * count) * ((1 << 8 * count) - (1 << bits * count))
+    return words.view(torch.uint8).view(len(packed), -1)
 
 
 def _expand_scale(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class ConvertOptions:
     scale: Annotated[
         str | None,
         _what(
-            "Rounding of scales: pow2 (to powers of two), exact (none), or search (least squared error; 4 and 8 bits "
+            "Rounding of scales: pow2 (to powers of two), exact (none), or search (least squared error; up to 8 bits "
             "with --granularity)",
             default="pow2; exact for integers, search for NVFP4",
             choices=("pow2", "exact", "search"),

@@ -78,7 +78,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
     budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
     for rule in options.rules:
-        if rule.format != "keep" and (grain is None or rule.format not in grain.formats):
+        if rule.format != "keep" and (grain is None or rule.format not in method.formats_with(grain)):
             method.format(rule.format)  # stored with one scale per tensor, if the method has it
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
@@ -148,7 +148,7 @@ def _with_rounding(options: FilledOptions, method: Method, fmt: Format) -> Fille
         why = _WHY_NO_FEEDBACK.get(method.name, f"{fmt.bits} bits lose too little")
         raise UsageError(
             f"{what} does not support --rounding {options.rounding}: {why}",
-            hint="use --method unit or scalify with format int4, int8, e2m1, e4m3fn or e5m2",
+            hint="use --method unit or scalify with integers, e2m1, e4m3fn or e5m2",
         )
     if options.calibrate is None:
         raise UsageError(
@@ -190,7 +190,7 @@ def _check_search(options: FilledOptions, fmt: Format, grain: Grain | None) -> N
     if options.scale == "search" and (grain is None or not grain.is_searched(fmt)):
         raise UsageError(
             f"--scale search does not apply to {fmt.name} codes with {grain.words if grain else 'one scale'}",
-            hint="it is for e2m1, int4 and int8, and for e4m3fn and e5m2 with --granularity row or 128x128",
+            hint="it is for e2m1 and integers, and for e4m3fn and e5m2 with --granularity row or 128x128",
         )
 
 
@@ -232,8 +232,7 @@ def _check_layout(options: FilledOptions, method: Method, format_name: str, grai
 
 
 def _supports(method: Method, layout: str, fmt: Format, grain: Grain | None) -> bool:
-    formats = grain.formats if grain is not None and grain.formats else method.formats
-    return layout in method.layouts and fmt.name in formats and method.form(layout).holds(fmt, grain)
+    return layout in method.layouts and fmt.name in method.formats_with(grain) and method.form(layout).holds(fmt, grain)
 
 
 def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) -> str:

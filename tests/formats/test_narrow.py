@@ -1,20 +1,21 @@
 """Fast rounding and packing to few bits are those of the references, on every tie and its neighbours."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lpconv.formats import codes
 from lpconv.formats.cast import cast
-from lpconv.formats.codes import encode_narrow_, nearest_, num_zero_codes, pack_nibbles
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.codes import encode_narrow_, nearest_, num_zero_codes, pack, unpack
+from lpconv.formats.spec import FORMATS, INTEGERS, Format
 
 
 def pack_narrow(x: Tensor, element: Format) -> Tensor:
     """Codes of finite numbers (overwritten), packed as in files."""
     packed = torch.empty(x.shape, dtype=torch.uint8)
     encode_narrow_(x, element, packed)
-    return pack_nibbles(packed) if element.storage_bits == 4 else packed
+    return pack(packed, element.storage_bits)
 
 
 def edges(element: Format) -> Tensor:
@@ -26,7 +27,7 @@ def edges(element: Format) -> Tensor:
     return x[: x.numel() // 8 * 8]
 
 
-@pytest.mark.parametrize("name", ["e2m1", "int4", "int8"])
+@pytest.mark.parametrize("name", ["e2m1", *INTEGERS])
 def test_the_codes_are_those_of_the_reference(name: str) -> None:
     element = FORMATS[name]
     x = edges(element)
@@ -37,9 +38,16 @@ def test_the_codes_are_those_of_the_reference(name: str) -> None:
     numbers = encode_narrow_(x.clone(), element, unpacked)
     assert torch.equal(numbers, cast(x, element) + 0.0)
     assert num_zero_codes(unpacked, element) == int((numbers == 0).sum())
-    wanted = codes.encode(x, element).view(torch.uint8)
-    biased = {"e2m1": 0, "int4": 0x88, "int8": 0x80}[name]
-    assert torch.equal(pack_narrow(x.clone(), element), wanted ^ biased)
+    wanted = unpack(codes.encode(x, element).view(torch.uint8), element.bits)
+    assert torch.equal(unpacked, wanted ^ (0 if name == "e2m1" else 1 << element.bits - 1))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packed_codes_have_no_gaps(bits: int) -> None:
+    numbers = torch.randint(0, 2**bits, (88,), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    single = numbers.numpy()[:, None] >> np.arange(bits, dtype=np.uint8) & 1
+    assert pack(numbers, bits).tolist() == np.packbits(single, bitorder="little").tolist()
+    assert torch.equal(unpack(pack(numbers, bits), bits), numbers)
 
 
 @pytest.mark.parametrize(("name", "codes_of_least"), [("int4", [0x00, 0x01]), ("int8", [0, 0, 0, 1])])

@@ -8,6 +8,9 @@ import numpy as np
 import torch
 from gfloat import RoundMode, formats, round_ndarray
 
+from lpconv.formats.spec import FORMATS
+
+INTEGERS = {f"int{bits}": 2 ** (bits - 1) - 1 for bits in range(2, 9)}
 ML_DTYPES = {
     "fp32": np.float32,
     "bf16": ml_dtypes.bfloat16,
@@ -20,10 +23,10 @@ ML_DTYPES = {
     "e3m2": ml_dtypes.float6_e3m2fn,
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
-    "int8": np.int8,
+    **dict.fromkeys(INTEGERS, np.int8),
     "int4": ml_dtypes.int4,
+    "int2": ml_dtypes.int2,
 }
-INTEGERS = {"int8": 127, "int4": 7}
 GFLOAT = {
     "bf16": formats.format_info_bfloat16,
     "fp16": formats.format_info_binary16,
@@ -54,17 +57,23 @@ def gfloat_round(x: torch.Tensor, name: str, *, toward_zero: bool = False) -> to
     return torch.from_numpy(round_ndarray(GFLOAT[name], x.double().numpy(), mode, sat=True)).to(x.dtype)
 
 
+def every_code(name: str, bits: int) -> torch.Tensor:
+    """The number of each code of at most 8 bits, in float64."""
+    raw = np.arange(2**bits, dtype=np.uint8)
+    if name in INTEGERS:  # the sign bit moves to the top and back
+        raw = ((raw << (8 - bits)).view(np.int8) >> (8 - bits)).view(np.uint8)
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(raw.view(np.int8 if name in INTEGERS else ML_DTYPES[name]).astype(np.float64))
+
+
 @cache
 def every_value(name: str) -> torch.Tensor:
     """Every finite number of a format of at most 16 bits, ascending, in float64."""
-    dtype = ML_DTYPES[name]
-    if np.dtype(dtype).itemsize == 2:
-        raw = np.arange(2**16, dtype=np.uint16).view(dtype)
+    if np.dtype(ML_DTYPES[name]).itemsize == 2:
+        with np.errstate(all="ignore"):
+            values = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(ML_DTYPES[name]).astype(np.float64))
     else:
-        bits = {"e3m2": 6, "e2m3": 6, "e2m1": 4, "int4": 4}.get(name, 8)
-        raw = np.arange(2**bits, dtype=np.uint8).view(dtype)
-    with np.errstate(all="ignore"):
-        values = torch.from_numpy(raw.astype(np.float64))
+        values = every_code(name, FORMATS[name].bits)
     values = values[values.abs() <= INTEGERS.get(name, math.inf)]  # symmetric: the lowest code is not used
     return torch.unique(values[values.isfinite()])
 
