@@ -7,12 +7,15 @@ A package with a function of its own name, such as `lpconv.convert`, can be call
 """
 
 import ast
-import importlib
+import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
+
+_CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
 
 
 class _Package(ModuleType):
@@ -55,11 +58,22 @@ class _Package(ModuleType):
 
 
 def lazily(package: str) -> list[str]:
-    """Make the names that `package` imports under `if TYPE_CHECKING` available lazily. Returns them, for `__all__`."""
+    """Make the names that `package` imports under `if TYPE_CHECKING` available lazily. Returns them, for `__all__`.
+
+    `import *` stands for the public classes of a module.
+    """
     module = sys.modules[package]
-    source = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # as every loader of files does
-    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    blocks = (node for node in ast.parse(_source_of(package)).body if isinstance(node, ast.If))
     imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
-    vars(module)["_homes"] = {name.name: node.module for node in imports for name in node.names}
+    vars(module)["_homes"] = {name: node.module for node in imports for name in _names_of(node)}
     module.__class__ = _Package
     return sorted(vars(module)["_homes"])
+
+
+def _names_of(statement: ast.ImportFrom) -> list[str]:
+    names = [name.name for name in statement.names]
+    return _CLASS.findall(_source_of(str(statement.module))) if names == ["*"] else names
+
+
+def _source_of(module: str) -> str:
+    return str(importlib.util.find_spec(module).loader.get_source(module))  # type: ignore[union-attr]  # loaders of files have it
