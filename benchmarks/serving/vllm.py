@@ -3,7 +3,7 @@
 Creates a virtual environment with vLLM for CPUs, converts a model and a small random mixture of experts in several
 ways, and compares greedy tokens and the log-probability of every token with `lpconv.load`, both in bf16 or in fp32.
 Further columns explain the difference: `ours_in_fp32` is the effect of the dtype in lpconv alone, `rounding_alone` the
-effect in lpconv of rounding inputs to e4m3fn, as readers of FP8_DYNAMIC do, and `with_rounded_inputs` the remaining
+effect in lpconv of rounding inputs as the checkpoint asks, and `with_rounded_inputs` the remaining
 difference to vLLM. `largest_margin` is the lead, in nats and in lpconv's fp32, of lpconv's token over vLLM's at the
 first difference of a prompt. Unquantised weights show the difference of the kernels alone.
 """
@@ -89,20 +89,6 @@ def random_experts(folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def round_inputs(model: Any, names: set[str]) -> None:
-    """Round the inputs of these `Linear` modules to e4m3fn with one scale per token."""
-    import torch
-
-    def rounded(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = inputs[0].float()
-        scale = (x.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
-        return (((x / scale).to(torch.float8_e4m3fn).float() * scale).to(inputs[0].dtype),)
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight" in names:
-            module.register_forward_pre_hook(rounded)
-
-
 def largest_margin(
     model: Any, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]
 ) -> float | None:
@@ -138,6 +124,7 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
 
     import lpconv
     from lpconv.layouts.reader import StoredTensors
+    from lpconv.models.rounded_inputs import InputRounding, round_inputs
 
     low, high = (lpconv.load(path, dtype=d) for d in (getattr(torch, dtype), torch.float32))
     tokens = greedy(low, prompts, NUM_TOKENS)
@@ -157,9 +144,9 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
         "largest_margin": largest_margin(high, prompts, tokens, theirs["tokens"]),
     }
     with StoredTensors.open(path) as stored:
-        codes = {n for n, form in stored.forms.items() if form.format is not None and form.format.name == "e4m3fn"}
-    if codes:
-        round_inputs(low, codes)
+        asked = {name: stored.inputs_of(name) for name in stored.forms}
+    roundings = {name: InputRounding.of(*a) for name, a in asked.items() if a is not None}
+    if round_inputs(low, {name: r for name, r in roundings.items() if r is not None}):
         rounded = logs_of(low, texts)
         row |= {"rounding_alone": difference(rounded, ours), "with_rounded_inputs": difference(rounded, theirs["logs"])}
     return row

@@ -95,6 +95,12 @@ def input_scale_name(inputs: object) -> str | None:
     return INPUT_GLOBAL_SCALE if inputs.get("dynamic") == "local" else INPUT_SCALE
 
 
+def input_settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    """The settings by which readers round the inputs of a quantised module; None if they do not."""
+    inputs = [group.get("input_activations") for group in groups_for(config, module)[:1]]
+    return next((i for i in inputs if isinstance(i, Mapping)), None)
+
+
 def cache_scale_name(weight: str) -> str | None:
     """Name of the scale of the keys or values that a projection writes into the cache; None for other weights."""
     match = _CACHED.fullmatch(weight)

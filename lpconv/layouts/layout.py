@@ -47,8 +47,9 @@ class Layout:
     `methods` are the values of `quant_method` in config.json that name the layout. `read` finds the weight whose codes
     have a name, or None if this layout has no such codes; the caller checks `Stored.agrees`. `why_unreadable` names the
     settings of a config that lpconv does not read, and `unread_part` a tensor that only this tool writes, in files that
-    lpconv does not read. The `dequantizer` is the config class of transformers that decodes it on a CPU, where it
-    cannot multiply it.
+    lpconv does not read. `inputs` are the settings by which readers round the inputs of a quantised module, as in
+    compressed-tensors, or None. The `dequantizer` is the config class of transformers that decodes it on a CPU, where
+    it cannot multiply it.
 
     For finding defects: `is_judged` means that `inspect` judges the scales. In a layout that `mixes_types`, weights
     that belong together may have different ones, and all may be plain numbers. `numbers_of` has the number formats that
@@ -68,6 +69,7 @@ class Layout:
     read: Callable[[str, Headers], Stored | None]
     why_unreadable: Callable[[Mapping[str, Any]], str | None] = lambda settings: None
     unread_part: Callable[[Headers], str | None] = lambda headers: None
+    inputs: Callable[[Mapping[str, Any], str], Mapping[str, Any] | None] = lambda settings, module: None
     dequantizer: str = ""
     is_judged: bool = True
     mixes_types: bool = False

@@ -10,13 +10,14 @@ from __future__ import annotations  # tensors are named below and not imported
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import lru_cache
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Component, Headers, Stored
 from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.layouts import READ
+from lpconv.layouts.compressed_config import input_scale_name
 from lpconv.layouts.defects import Findings, from_headers
 from lpconv.layouts.headers import check_readable, judged_grids, recognise
 from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable, Residuals, read_residual
@@ -129,6 +130,20 @@ class StoredTensors:
     def file_of(self, name: str) -> str:
         """The root file with a tensor's codes."""
         return self._root.entries[self.forms[name].data[0].name].file
+
+    def inputs_of(self, name: str) -> tuple[Mapping[str, Any], Tensor | None] | None:
+        """How readers round the inputs of a weight: settings as in compressed-tensors, and the stored scale.
+
+        None if they do not round them, or need a scale that is not there.
+        """
+        layout, module = READ.get(self._headers.quantised_by or ""), name.removesuffix(".weight")
+        settings = None if layout is None else layout.inputs(self._headers.quantization, module)
+        if settings is None or self.forms[name].format is None:
+            return None
+        leaf = input_scale_name(settings)
+        if leaf is not None and f"{module}.{leaf}" not in self.entries:
+            return None
+        return settings, None if leaf is None else read_tensor(self._root, f"{module}.{leaf}")
 
     @property
     def with_residual(self) -> frozenset[str]:

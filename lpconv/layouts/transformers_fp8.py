@@ -94,11 +94,21 @@ def _read(name: str, headers: Headers) -> Stored | None:
     )
 
 
+def _inputs(settings: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    """Groups of a token as wide as the blocks of weights."""
+    block = block_hint(settings.get("weight_block_size"))
+    if block is None or settings.get("activation_scheme") != "dynamic":
+        return None
+    powers = {"scale_dtype": "torch.uint8"} if settings.get("scale_fmt") == "ue8m0" else {}
+    return {"num_bits": 8, "type": "float", "strategy": "group", "group_size": block[1], "dynamic": True, **powers}
+
+
 _OPENS = "transformers; SGLang and vLLM (not tested)"
 LAYOUT = Layout(
     name="transformers",
     methods=("fp8", "mxfp8"),
     read=_read,
+    inputs=_inputs,
     dequantizer="FineGrainedFP8Config",
     fused_by="vLLM and SGLang",
     form=FineGrained,

@@ -35,6 +35,7 @@ from lpconv.forms import Component, Stored
 from lpconv.forms.blocks import buffer_view
 from lpconv.kernels.buffers import Buffers
 from lpconv.layouts.reader import StoredTensors
+from lpconv.models.rounded_inputs import InputRounding
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS
 
@@ -49,7 +50,8 @@ _HINT = "open the model without resident=True to train or change it"
 class Codes:
     """Numbers `start` to `stop` of a stored tensor. `parts` are its components by name.
 
-    With `source` the components stay in its files, and are read on use.
+    With `source` the components stay in its files, and are read on use. With `inputs`, inputs of a product with the
+    weight are rounded first.
     """
 
     form: Stored
@@ -57,6 +59,7 @@ class Codes:
     start: int
     stop: int
     source: StoredTensors | None = None
+    inputs: InputRounding | None = None
 
     @classmethod
     def from_form(cls, form: Stored, parts: Mapping[str, Tensor]) -> Self:
@@ -113,11 +116,22 @@ class CodedTensor(torch.Tensor):
         return cls((Codes.from_form(form, parts),), form.shape, torch.float32)
 
     @classmethod
-    def from_files(cls, source: StoredTensors, name: str) -> "CodedTensor":
+    def from_files(cls, source: StoredTensors, name: str, *, rounds_inputs: bool = False) -> "CodedTensor":
         """Wrap a tensor of a checkpoint that stays in its files, which must remain open; values in fp32."""
         form = source.forms[name]
-        codes = Codes(form=form, parts={}, start=0, stop=form.num_elements, source=source)
+        asked = source.inputs_of(name) if rounds_inputs else None
+        inputs = None if asked is None else InputRounding.of(*asked)
+        codes = Codes(form=form, parts={}, start=0, stop=form.num_elements, source=source, inputs=inputs)
         return cls((codes,), form.shape, torch.float32)
+
+    @property
+    def inputs(self) -> InputRounding | None:
+        """How inputs of products with the weight are rounded; the same for all weights that were joined."""
+        return self.pieces[0].inputs
+
+    def times(self, x: Tensor) -> Tensor:
+        """x Wᵀ, for `x` as it is; no watch is called."""
+        return _Linear.apply(x, self, None)  # type: ignore[no-untyped-call, no-any-return]  # torch leaves apply untyped
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield decoded rows [rows, cols] in this dtype, block by block, with the index of each block's first row.
@@ -252,6 +266,7 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, CodedTensor) or weight.ndim != 2 or isinstance(x, CodedTensor):
         return functional.linear(x, weight, bias)
     _tell_watches(x, weight, is_transposed=False)
+    x = x if weight.inputs is None else weight.inputs(x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)

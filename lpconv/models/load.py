@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,18 @@ def load_resident(
 
 
 @contextmanager
-def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def open_in_files(path: Openable, *, rounds_inputs: bool = False) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Open the model in fp32 with its matrices left in the files; also returns the names of missing parameters.
+
+    With `rounds_inputs`, inputs of its linear layers are rounded as the readers of the checkpoint round them.
 
     A layer uses the memory of a few of its rows while it multiplies by them, and every pass reads the files again. The
     model runs inside the context only.
     """
     with StoredTensors.open(path) as stored, quiet_transformers():
         cls = architecture(stored.checkpoint.config)
-        model, missing = load_from_files(stored, model_class=cls, experts_implementation="eager")
+        how: dict[str, Any] = {"experts_implementation": "eager", "rounds_inputs": rounds_inputs}
+        model, missing = load_from_files(stored, model_class=cls, **how)
         model.config.use_cache = False  # no key-value cache: nothing is generated
         yield model, missing
 
@@ -130,9 +134,12 @@ def load_rows(
     return model, missing, tuple(sorted(read_whole.difference(missing)))
 
 
-def load_from_files(stored: StoredTensors, *, model_class: Any, **kwargs: Any) -> tuple[Any, tuple[str, ...]]:
+def load_from_files(
+    stored: StoredTensors, *, model_class: Any, rounds_inputs: bool = False, **kwargs: Any
+) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 from open tensors, with matrices left in their files until they are used."""
-    return _build_model(stored, _coded_in_files, model_class=model_class, dtype=torch.float32, **kwargs)
+    in_files = partial(_coded_in_files, rounds_inputs=rounds_inputs)
+    return _build_model(stored, in_files, model_class=model_class, dtype=torch.float32, **kwargs)
 
 
 def _build_model(
@@ -165,12 +172,12 @@ def missing_parameters(model_class: Any, report: Mapping[str, Any]) -> tuple[str
     return tuple(n for n in names if model_class is not transformers.AutoModel or ".pooler." not in f".{n}")
 
 
-def _coded_in_files(stored: StoredTensors, name: str) -> Tensor:
+def _coded_in_files(stored: StoredTensors, name: str, *, rounds_inputs: bool) -> Tensor:
     """A coded tensor that stays in its files; vectors and tensors that are not numbers are loaded."""
     form = stored.forms[name]
     if len(form.shape) < 2 or (form.is_kept and form.data[0].dtype not in ("F64", "F32", "F16", "BF16")):
         return stored.tensor(name)
-    return CodedTensor.from_files(stored, name)
+    return CodedTensor.from_files(stored, name, rounds_inputs=rounds_inputs)
 
 
 def _coded_in_memory(stored: StoredTensors, name: str) -> Tensor:

@@ -146,25 +146,41 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
         ("Largest difference", error_text(logits.max_abs_diff), "of one output"),
     )
     table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
-    inputs = ", ".join(filter(None, (logits.model_class, logits.inputs)))
+    inputs = ", ".join(filter(None, (logits.model_class, logits.inputs, _rounding_words(logits))))
     return section("What both models say", inputs if logits.is_text else f"{inputs}: {_NO_TEXT}", table)
 
 
+def _rounding_words(logits: LogitsCheck) -> str:
+    """How inputs were rounded, empty if they were not."""
+    return f"inputs rounded to {logits.rounded_inputs}, as vLLM does" if logits.rounded_inputs else ""
+
+
 def _worst_table(tensors: Sequence[ComparedTensor]) -> Table:
-    """The worst tensors, without exact ones."""
-    inexact = [t for t in tensors if t.sqnr_db < math.inf or t.problem][:_WORST]
-    rows = tuple((t.name, sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in inexact)
-    return Table(columns=("Tensor", "SQNR", "<Stored", "<Reference"), rows=rows, has_names=True)
+    """The worst tensors, without exact ones; by the outputs of their layers if these were compared."""
+    inexact = [t for t in tensors if t.sqnr_db < math.inf or t.problem]
+    worst = sorted(inexact, key=lambda t: math.inf if t.output_sqnr_db is None else t.output_sqnr_db)[:_WORST]
+    errors: dict[str, list[float | None]] = {"SQNR": [t.sqnr_db for t in worst], **_of_layers(worst)}
+    columns = zip(*([sqnr_text(x, " dB") for x in column] for column in errors.values()), strict=True)
+    rows = tuple((t.name, *row, t.stored_as, t.reference) for t, row in zip(worst, columns, strict=True))
+    return Table(columns=("Tensor", *errors, "<Stored", "<Reference"), rows=rows, has_names=True)
+
+
+def _of_layers(tensors: Sequence[ComparedTensor]) -> dict[str, list[float | None]]:
+    """SQNR of the inputs and outputs of layers, in dB, by a heading; empty if they were not measured."""
+    columns = {"of inputs": [t.input_sqnr_db for t in tensors], "of output": [t.output_sqnr_db for t in tensors]}
+    return {heading: column for heading, column in columns.items() if any(x is not None for x in column)}
 
 
 def _tensor_table(result: VerifyResult) -> Table:
     """Every tensor, without empty columns."""
     has_groups = any(t.num_groups for t in result.tensors)
     has_problems = any(t.problem for t in result.tensors)
-    columns = ["Tensor", "SQNR, dB", "Max rel. error", *(["Groups off"] if has_groups else []), "<Stored as"]
+    layers = _of_layers(result.tensors)
+    columns = ["Tensor", "SQNR, dB", *layers, "Max rel. error", *(["Groups off"] if has_groups else []), "<Stored as"]
     rows = []
-    for t in result.tensors:
+    for i, t in enumerate(result.tensors):
         row: list[str | Cell] = [t.name, Cell(text=sqnr_text(t.sqnr_db), sort=t.sqnr_db)]
+        row += [Cell(text=sqnr_text(column[i]), sort=column[i]) for column in layers.values()]
         row.append(Cell(text=error_text(t.max_rel_error), sort=t.max_rel_error))
         if has_groups:
             row.append(Cell(text=f"{count_text(t.num_off)} of {count_text(t.num_groups)}", sort=t.num_off))
@@ -331,7 +347,8 @@ def _is_exact(v: VerifyResult) -> bool:
 def _logits_words(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.skipped:
         return check.skipped
-    inputs = ", ".join(filter(None, (check.model_class, check.inputs, "" if check.is_text or is_exact else _NO_TEXT)))
+    note = _rounding_words(check) if check.is_text or is_exact else _NO_TEXT
+    inputs = ", ".join(filter(None, (check.model_class, check.inputs, note)))
     return _outputs_text(check, is_exact=is_exact) + (f" ({inputs})" if inputs else "")
 
 

@@ -92,7 +92,8 @@ class LogitsCheck:
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite in the source, and are infinite or
     NaN if the result's are; `top1_agreement` is the share of positions with the same top output; `mean_kl` is KL(source
     ‖ result) in nats per position. On a text, `reverse_kl` is KL(result ‖ source), and the perplexities are of the next
-    token, None if the model does not predict it.
+    token, None if the model does not predict it. There, inputs of the result's layers are rounded as its readers do:
+    `rounded_inputs` says to what, such as "e4m3fn per token", None if they are not rounded.
     """
 
     max_abs_diff: float | None = None
@@ -106,6 +107,7 @@ class LogitsCheck:
     model_class: str | None = None
     inputs: str | None = None
     is_text: bool = False
+    rounded_inputs: str | None = None
     skipped: str | None = None
 
     @property
@@ -148,6 +150,8 @@ class ComparedTensor:
     """Comparison of one weight with a reference in any form. `num_off` of `num_groups` groups have a wrong factor.
 
     If the conversion was repeated instead, there are no groups: the stored weight is right, or `problem` says why not.
+    On a text, `input_sqnr_db` is the error of rounded inputs, and `output_sqnr_db` that of the layer's output from the
+    same inputs: rounded, times the stored weight, against the inputs times the reference's weight.
     """
 
     name: str
@@ -158,6 +162,8 @@ class ComparedTensor:
     num_groups: int = 0
     num_off: int = 0
     problem: str | None = None
+    input_sqnr_db: float | None = None
+    output_sqnr_db: float | None = None
 
 
 LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has half its energy; zeros have 0 dB

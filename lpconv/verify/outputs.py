@@ -9,16 +9,18 @@ compared instead, because outputs of a random head would be meaningless.
 matrices read from their files during multiplication (`models/load.py`, `open_in_files`), so memory holds only
 activations. First the bodies run, on as many windows at once as memory allows, and produce the last hidden state of
 every token; then the heads compute the logits of both for a few tokens at a time, because logits of a whole text would
-take as much memory as a model.
+take as much memory as a model. Inputs of layers are rounded as the readers of the result round them
+(`models/rounded_inputs.py`), so the figures are those of the model that is served. On some tokens, every layer is also
+computed with the weight of the source from the same inputs, which shows where errors enter.
 
 Letters in shapes: N windows, L tokens per window, T tokens at a time, H hidden size, V vocabulary.
 """
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch.nn import functional
 from lpconv.data import demo_text
 from lpconv.errors import InputError, ResourceError, UnsupportedError, UsageError, VerificationError
 from lpconv.machine import available_memory
+from lpconv.models.coded import CodedTensor, watched_products
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, vocabulary_size
 from lpconv.models.load import load, open_in_files
@@ -36,6 +39,7 @@ from lpconv.models.opening import model_errors, open_to_run, read_text_config, t
 from lpconv.models.tasks import CLM, architecture, resolve_auto_class, task_of
 from lpconv.models.tokenizer import read_tokenizer, tokenize, windows_of
 from lpconv.plan.memory import AT_ONCE, window_bytes
+from lpconv.plan.provenance import sqnr_db
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
 from lpconv.results import LogitsCheck
@@ -47,6 +51,7 @@ _UNLIKE, _REPORT = "the source can be opened but the output cannot", "please rep
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 _HINT = "leave --data out to compare weights only"
 _HEAD_BYTES, _EXACT = 2**26, 16  # memory for the logits of a head; tokens whose logits are compared in fp64 at a time
+_SAMPLED = 256  # tokens for the errors of a layer
 _FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at run time
 
 
@@ -221,13 +226,34 @@ class _TokenSums(Summed):
     source_loss: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerErrors(Summed):
+    """Sums over `num` tokens of a layer: squares of inputs and outputs, and of their errors."""
+
+    num: int = 0
+    inputs: float = 0.0
+    input_error: float = 0.0
+    outputs: float = 0.0
+    output_error: float = 0.0
+
+    @property
+    def input_sqnr_db(self) -> float | None:
+        """None if inputs were not rounded."""
+        return sqnr_db(self.inputs, self.input_error) if self.input_error else None
+
+    @property
+    def output_sqnr_db(self) -> float:
+        return sqnr_db(self.outputs, self.output_error)
+
+
 def compare_on_text(
     model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
-) -> LogitsCheck:
+) -> tuple[LogitsCheck, Mapping[str, LayerErrors]]:
     """Compare the models of two checkpoints on a text, in windows of `seq_len` tokens, `max_tokens` at most.
 
-    The tokenizer is the reference's, if it has one. Raises InputError if neither has one, UnsupportedError for models
-    without a head over tokens, ResourceError if memory cannot hold the activations of one window.
+    Also returns the errors of the layers with a quantised weight, by the weight's name. The tokenizer is the
+    reference's, if it has one. Raises InputError if neither has one, UnsupportedError for models without a head over
+    tokens, ResourceError if memory cannot hold the activations of one window.
     """
     ours, theirs = Checkpoint.open(model), Checkpoint.open(reference)
     config = read_text_config(ours, hint=_HINT)
@@ -236,11 +262,14 @@ def compare_on_text(
     progress.start("running both models on the text", 3 * tokens.windows.numel(), unit="tokens")
     with (
         model_errors("the model fails on the text", hint=_HINT),
-        _open_model(ours) as converted,
+        _open_model(ours, rounds_inputs=True) as converted,
         _open_model(theirs) as source,
         torch.no_grad(),
     ):
-        bodies = [_hidden_states(m, tokens.windows, at_once, progress) for m in (source, converted)]
+        layers = _Layers(source)
+        bodies = [_hidden_states(source, tokens.windows, at_once, progress)]
+        with watched_products(layers):
+            bodies.append(_hidden_states(converted, tokens.windows, at_once, progress))
         has_next = task_of(type(converted).__name__) is CLM
         total = _TokenSums()
         for ids, hidden, following in _token_slices(bodies, tokens.windows, vocabulary_size(config)):
@@ -252,7 +281,52 @@ def compare_on_text(
         words = f"{data.name}, {total.num} tokens in windows of {length}"
         if not math.isfinite(total.signal) or total.signal == 0:
             raise InputError("the source's outputs on the text are not finite or all zero", hint=_HINT)
-        return _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
+        check = _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
+        rounded = {p.inputs.words for p in converted.parameters() if isinstance(p, CodedTensor) and p.inputs}
+        return replace(check, rounded_inputs=" or ".join(sorted(rounded)) or None), layers.errors
+
+
+class _Layers:
+    """Collects `errors` of products with quantised weights, against products with those of the model `source`."""
+
+    def __init__(self, source: Any) -> None:
+        self._stored = next((p.pieces[0].source for p in source.parameters() if isinstance(p, CodedTensor)), None)
+        self.errors: dict[str, LayerErrors] = {}
+
+    def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
+        first = weight.pieces[0].form
+        num_left = _SAMPLED - self.errors.get(first.name, LayerErrors()).num
+        exact = self._twin(weight) if first.format is not None and num_left > 0 and not is_transposed else None
+        if exact is None:
+            return
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows[:: max(len(rows) // num_left, 1)][:num_left]
+        rounded = rows if weight.inputs is None else weight.inputs(rows)
+        wanted, got = exact.times(rows), weight.times(rounded)
+        heights = [len(piece) // x.shape[-1] for piece in weight.pieces]
+        for piece, y, z in zip(weight.pieces, *(torch.split(t, heights, -1) for t in (wanted, got)), strict=True):
+            self.errors[piece.form.name] = self.errors.get(piece.form.name, LayerErrors()) + LayerErrors(
+                num=len(rows),
+                inputs=_squares(rows),
+                input_error=_squares(rows - rounded),
+                outputs=_squares(y),
+                output_error=_squares(y - z),
+            )
+
+    def _twin(self, weight: CodedTensor) -> CodedTensor | None:
+        """The source's weight in its files; None if it has none of that name and shape."""
+        forms = {} if self._stored is None else self._stored.forms
+        pieces = []
+        for piece in weight.pieces:
+            form = forms.get(piece.form.name)
+            if form is None or form.shape != piece.form.shape:
+                return None
+            pieces.append(replace(piece, form=form, source=self._stored, parts={}))
+        return CodedTensor(pieces, tuple(weight.shape), weight.dtype)
+
+
+def _squares(x: Tensor) -> float:
+    return float(x.double().square().sum())
 
 
 def _text_check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
@@ -276,8 +350,8 @@ def _exp(x: float) -> float:
 
 
 @contextmanager
-def _open_model(checkpoint: Checkpoint) -> Iterator[Any]:
-    with open_in_files(checkpoint) as (model, missing):
+def _open_model(checkpoint: Checkpoint, *, rounds_inputs: bool = False) -> Iterator[Any]:
+    with open_in_files(checkpoint, rounds_inputs=rounds_inputs) as (model, missing):
         if missing or model.base_model is model:
             what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` has no head"
             raise UnsupportedError(f"{what}, so there are no per-token outputs to compare", hint=_HINT)

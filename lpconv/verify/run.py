@@ -178,11 +178,17 @@ def _with_text(
     from lpconv.verify.written import output_problems
 
     assert options.data is not None  # a comparison of weights alone does not come here
-    logits = compare_on_text(
+    logits, layers = compare_on_text(
         directory, reference, options.data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
-    return dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
+    tensors = tuple(
+        dataclasses.replace(t, input_sqnr_db=e.input_sqnr_db, output_sqnr_db=e.output_sqnr_db) if e else t
+        for t, e in ((t, layers.get(t.name)) for t in base.tensors)
+    )
+    return dataclasses.replace(
+        base, logits=logits, tensors=tensors, problems=(*base.problems, *output_problems(unknown, ()))
+    )
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:

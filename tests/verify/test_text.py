@@ -59,14 +59,25 @@ def test_it_is_what_whole_models_say(tmp_path: Path, kind: str, monkeypatch: pyt
     """Bodies on two windows at once, heads on a few tokens that do not end with a window."""
     monkeypatch.setattr(text_module, "AT_ONCE", 2 * LENGTH)
     monkeypatch.setattr(text_module, "_HEAD_BYTES", 2**17)
+    monkeypatch.setattr(text_module, "_SAMPLED", 10**6)
     reference, out = source(tmp_path, kind), tmp_path / "out"
     convert(str(reference), out, ConvertOptions(method="unit", format="e4m3fn", verify="none"))
-    got = compare_on_text(out, reference, text(tmp_path), seq_len=LENGTH, max_tokens=TOKENS, progress=Silent())
+    got, layers = compare_on_text(out, reference, text(tmp_path), seq_len=LENGTH, max_tokens=TOKENS, progress=Silent())
     models = [lpconv.load(p, dtype=torch.float32) for p in (reference, out)]
     tokenizer, words = read_tokenizer(reference), models[0].config.vocab_size
     ids = tokenize(text(tmp_path), tokenizer, seq_len=LENGTH, vocab_size=words).windows[: TOKENS // LENGTH]
+    seen: dict[str, torch.Tensor] = {}
+    for name, module in models[1].named_modules():
+        if isinstance(module, torch.nn.Linear) and not any(h in name for h in ("head", "pred")):
+            module.register_forward_pre_hook(lambda _, x, n=name: seen.update({n: x[0].double()}))
     with torch.no_grad():
         said = [m(ids).logits for m in models]
+    for name, x in seen.items():
+        y, z = (x @ m.get_submodule(name).weight.detach().double().T for m in models)
+        sqnr = 10 * torch.log10(y.square().sum() / (y - z).square().sum())
+        assert layers[f"{name}.weight"].output_sqnr_db == pytest.approx(float(sqnr), abs=1e-3)
+        assert layers[f"{name}.weight"].input_sqnr_db is None
+    assert len(seen) == len(layers)
     wanted, back = compare_outputs(said[0], said[1], "", ""), compare_outputs(said[1], said[0], "", "")
     # The same products, summed by a BLAS in another order: 1e-4 of a figure is far more than that, and far less than
     # a layer, a window or a token left out.
@@ -96,7 +107,7 @@ def test_no_matrix_is_ever_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(lpconv.layouts.reader.StoredTensors, "values", watched)
     demo = Path(demo_checkpoint())
-    found = compare_on_text(demo, demo, text(tmp_path), seq_len=LENGTH, max_tokens=LENGTH, progress=Silent())
+    found, _ = compare_on_text(demo, demo, text(tmp_path), seq_len=LENGTH, max_tokens=LENGTH, progress=Silent())
     assert found.bit_equal
     assert found.mean_kl == 0
     assert sum(sizes) > 4 * max(sizes)

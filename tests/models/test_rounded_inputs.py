@@ -1,0 +1,79 @@
+"""Inputs are rounded as the package compressed-tensors rounds them, and int8 as vLLM does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lpconv.convert.run import convert
+from lpconv.layouts.reader import StoredTensors
+from lpconv.models.load import open_in_files
+from lpconv.models.rounded_inputs import InputRounding
+from lpconv.plan.options import ConvertOptions
+from tests.helpers.elsewhere import opens_elsewhere
+
+STORED = {"FP8": 0.3, "NVFP4": 20.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4", "NVFP4"])
+def test_numbers_are_those_of_the_package(name: str, dtype: torch.dtype) -> None:
+    """Tokens of all sizes, one of zeros; with a stored scale some are cut off."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    x = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2.5, 40).view(40, 1)
+    x[0, 3] = 0
+    x = x.to(dtype).float()  # the package computes in the dtype of its inputs, readers in fp32
+    args = preset_name_to_scheme(name, ["Linear"]).input_activations
+    stored = torch.tensor([STORED[name]]) if name in STORED else None
+    scale, zeros, factor = stored, torch.zeros(1), None
+    if name != "FP8":
+        factor = stored
+        scale, zeros = compute_dynamic_scales_and_zp(x, args, torch.nn.Module(), global_scale=factor)
+    wanted = fake_quantize(x, scale, zeros, args, global_scale=factor)
+    rounding = InputRounding.of(args.model_dump(mode="json"), stored)
+    assert rounding is not None
+    got = rounding(x.to(dtype))
+    assert got.dtype == dtype
+    if (name, dtype) == ("MXFP8", torch.bfloat16):  # where the package clips nothing either, vLLM's scale is half
+        assert (got.float() - x).abs().sum() <= (wanted - x).abs().sum()
+    else:
+        assert torch.equal(got, wanted.to(dtype))
+
+
+def test_int8_and_what_nobody_rounds() -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    rounding = InputRounding.of(settings, None)
+    assert rounding is not None
+    scale = x.double().abs().amax(1, keepdim=True) / 127
+    assert (rounding(x).double() - (x.double() / scale).round() * scale).abs().max() < 1e-6
+    for unknown in ({"num_bits": 3, "type": "float"}, {"symmetric": False}, {"strategy": "attn_head"}):
+        assert InputRounding.of(settings | unknown, None) is None
+
+
+def test_a_model_runs_as_in_the_package(tmp_path: Path) -> None:
+    """Its own forward pass in fp32, with all settings from config.json and stored scales from the files."""
+    names = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
+    for name in (*names, "NVFP4"):
+        text = "demo" if name in STORED else None
+        convert("demo", tmp_path / name, ConvertOptions(scheme=name, calibrate=text, verify="none"))
+    found = opens_elsewhere(*(tmp_path / n for n in names), dtype="float32")
+    for name, (wanted, _, _) in zip(names, found, strict=True):
+        logits = []
+        for rounds in (True, False):
+            with open_in_files(tmp_path / name, rounds_inputs=rounds) as (model, _), torch.no_grad():
+                logits.append(model(input_ids=torch.arange(3, 35).view(2, 16)).logits)
+        error, effect = ((x - wanted).norm() for x in logits)
+        assert error < effect / 100, name
+    weight = "model.layers.0.mlp.down_proj.weight"
+    with StoredTensors.open(tmp_path / "NVFP4") as stored:  # the package runs it in bf16 only
+        asked = stored.inputs_of(weight)
+    assert asked is not None
+    assert asked[0]["dynamic"] == "local"
+    wanted = load_file(tmp_path / "NVFP4/model.safetensors")[weight.replace("weight", "input_global_scale")]
+    assert torch.equal(asked[1], wanted)
