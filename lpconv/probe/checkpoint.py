@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,12 +198,10 @@ def counted_layers(model: Any, steps: int, progress: Progress) -> Iterator[None]
 
     layers = dict(weighted_modules(model)).values()
     progress.start(f"{plural(steps, 'step')} forward and backward", 2 * steps * len(layers), unit="layers")
-    handles = [layer.register_forward_hook(count) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(count))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _warnings(prepared: ProbeSetup) -> list[str]:

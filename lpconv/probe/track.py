@@ -14,13 +14,12 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram
@@ -59,15 +58,14 @@ class Tracker:
         self._histograms: dict[tuple[str, str], ExponentHistogram] = {}
         self._pending: list[tuple[str, str, Callable[[], ExponentHistogram]]] = []
         self._last_input: tuple[weakref.ref[Tensor], int, Callable[[], ExponentHistogram]] | None = None
-        self._root: RemovableHandle | None = None
-        self._layer_handles: list[RemovableHandle] = []
+        self._root, self._layer_hooks = ExitStack(), ExitStack()
         self._recording_s = 0.0
         self._started_s = 0.0
         self._elapsed_s = 0.0
 
     def __enter__(self) -> "Tracker":
         prepare(self.model.parameters())
-        self._root = self.model.register_forward_pre_hook(self._begin_step)
+        self._root.enter_context(self.model.register_forward_pre_hook(self._begin_step))
         self._started_s = time.perf_counter()
         return self
 
@@ -75,9 +73,8 @@ class Tracker:
         with self._time_overhead():
             self._fold()
         self._elapsed_s += time.perf_counter() - self._started_s
-        self._remove_layer_hooks()
-        if self._root is not None:
-            self._root.remove()
+        self._layer_hooks.close()
+        self._root.close()
 
     def result(self) -> ProbeResult:
         """Everything recorded so far, in the order of the model's layers."""
@@ -108,7 +105,7 @@ class Tracker:
         return table(self.result(), format, log2_loss_scale=log2_loss_scale, limit=limit)
 
     def _begin_step(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._remove_layer_hooks()
+        self._layer_hooks.close()
         if not torch.is_grad_enabled():
             return
         if self.steps_seen % self.every == 0:
@@ -120,20 +117,13 @@ class Tracker:
     def _add_layer_hooks(self) -> None:
         recorded: set[int] = set()
         for name, layer in _tracked_layers(self.model):
-            self._layer_handles += [
-                layer.register_forward_pre_hook(self._see_input(name)),
-                layer.register_forward_hook(self._see_output(name)),
-            ]
+            self._layer_hooks.enter_context(layer.register_forward_pre_hook(self._see_input(name)))
+            self._layer_hooks.enter_context(layer.register_forward_hook(self._see_output(name)))
             weight = layer.weight
             if isinstance(weight, Tensor) and id(weight) not in recorded:
                 recorded.add(id(weight))
                 self._record_weight(name, weight)
                 self._watch(weight, name, "weight_grad")
-
-    def _remove_layer_hooks(self) -> None:
-        for handle in self._layer_handles:
-            handle.remove()
-        self._layer_handles.clear()
 
     def _see_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -158,7 +148,7 @@ class Tracker:
         """Record the gradient of `tensor` when it is computed in this step."""
         if tensor.requires_grad:
             handle = tensor.register_hook(lambda grad: self._record(name, role, grad))  # type: ignore[no-untyped-call]
-            self._layer_handles.append(handle)
+            self._layer_hooks.enter_context(handle)
 
     def _record_input(self, name: str, tensor: Tensor) -> None:
         """Record a layer's input. An input that several layers share (query, key, value) is counted once."""

@@ -9,13 +9,13 @@ gradients exact: the rule that all paths between two nodes have the same product
 construction.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from lpconv.errors import UsageError
@@ -134,22 +134,15 @@ def _run(
             return _recentre_input(module, args, factor=visit(name, "input", args[0]) or 1.0)
         return args
 
-    handles: list[RemovableHandle] = [
-        module.register_forward_pre_hook(lambda m, args, name=name: on_input(m, args, name))
-        for name, module in weighted_modules(model).items()
-        if isinstance(module, (nn.Linear, Conv1D))
-    ]
-    handles += [
-        module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
-        for name, module in weighted_modules(model).items()
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.zero_grad)
+        for name, module in weighted_modules(model).items():
+            if isinstance(module, (nn.Linear, Conv1D)):
+                hook = functools.partial(on_input, name=name)
+                stack.enter_context(module.register_forward_pre_hook(hook))
+            stack.enter_context(module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out)))
         for batch in batches:
             loss(model(**batch)).backward()  # type: ignore[no-untyped-call]
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad()
 
 
 class _Magnitudes(NamedTuple):

@@ -6,6 +6,7 @@ are few: 10 of 210 in SmolLM2-135M, all of `down_proj`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,15 +59,12 @@ def input_risks(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple
     exact = heads(model)
     layers = [x for x in linears(model) if x.kind != "experts" and x.module not in exact]
     measurements: dict[str, list[tuple[float, float, int]]] = {}
-    handles = [
-        x.module.register_forward_pre_hook(partial(_measure, layer=x, measurements=measurements)) for x in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for x in layers:
+            measure = partial(_measure, layer=x, measurements=measurements)
+            hooks.enter_context(x.module.register_forward_pre_hook(measure))
         for batch in batches:
             model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     work = {x.name: x.in_features * x.out_features * sum(n for *_, n in measurements.get(x.name, ())) for x in layers}
     total = max(sum(work.values()), 1)
     return tuple(

@@ -215,18 +215,17 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
         read.append((module, returned.get(args[0].data_ptr(), (None, None))[0], args[0]))
         returned[out.data_ptr()] = (module, out)
 
-    hooks = [m.register_forward_hook(on_output) for m in norms | ends | ({tied} - {None})]
-    try:
-        inputs = dict(model.dummy_inputs)
-        if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
-            inputs.setdefault("decoder_input_ids", inputs["input_ids"])
-        model(**inputs)
-    except Exception as e:  # models that read pixels or sound raise various exceptions
-        if tied is not None:
-            raise _no_norm_error(model) from e
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for m in norms | ends | ({tied} - {None}):
+            hooks.enter_context(m.register_forward_hook(on_output))
+        try:
+            inputs = dict(model.dummy_inputs)
+            if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
+                inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+            model(**inputs)
+        except Exception as e:  # models that read pixels or sound raise various exceptions
+            if tied is not None:
+                raise _no_norm_error(model) from e
     branch = [names[module] for module, source, _ in read if module in norms and source in ends]
     fed = [(source, x) for module, source, x in read if module is tied]
     head_norm = None
@@ -279,10 +278,10 @@ def data_sizes(model: nn.Module, step: Callable[[], object]) -> dict[str, list[f
         note("outputs", out)
         out.register_hook(lambda grad: note("gradients", grad))  # type: ignore[no-untyped-call]  # torch's
 
-    hooks = [x.module.register_forward_hook(on_output) for x in linears(model) if x.kind != "experts"]
-    step()
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for x in (x for x in linears(model) if x.kind != "experts"):
+            hooks.enter_context(x.module.register_forward_hook(on_output))
+        step()
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.grad is not None:
             note("weight gradients", parameter.grad)

@@ -139,19 +139,15 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
     broken = next((n for n, p in model.named_parameters() if not _is_finite(p.detach())), None)
     if broken is not None:
         return broken, "weights"
-    handles = [
-        module.register_forward_hook(_output_hook(name or type(model).__name__, layers))
-        for name, module in model.named_modules()
-    ]
-    try:
-        with _uncompiled(model):
-            loss = step()
-            if loss.requires_grad:  # even if a layer was found: ranks that share a model gather it together
-                loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad()
+    with ExitStack() as stack:
+        stack.callback(model.zero_grad)
+        for name, module in model.named_modules():
+            hook = _output_hook(name or type(model).__name__, layers)
+            stack.enter_context(module.register_forward_hook(hook))
+        stack.enter_context(_uncompiled(model))
+        loss = step()
+        if loss.requires_grad:  # even if a layer was found: ranks that share a model gather it together
+            loss.backward()  # type: ignore[no-untyped-call]
     return layers[0] if layers else None
 
 
