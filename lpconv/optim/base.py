@@ -1,9 +1,10 @@
 """Base class of optimizers with a fused step: parameter groups, state, checks, saving and loading."""
 
+import itertools
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
@@ -22,6 +23,7 @@ from lpconv.optim.state import (
     Scratch,
     SharedState,
     all_finite,
+    batches_of,
     check_state,
     flat_parts,
     local_gradient,
@@ -218,7 +220,10 @@ class LowPrecisionOptimizer(Optimizer):
         by_step: dict[int, list[_Job]] = defaultdict(list)
         for job in jobs:
             by_step[int(self._state(job.p)["step"])].append(job)
-        for batch in (batch for equal in by_step.values() for batch in _batches_of(equal)):
+        batches = (
+            batches_of(equal, lambda job: job.gradient.numel(), _limits(equal[0])[1]) for equal in by_step.values()
+        )
+        for batch in itertools.chain.from_iterable(batches):
             params, gradient_dtype = [job.p for job in batch], batch[0].gradient.dtype
             rule, storages = self.settings.rule.name, self.storages(params[0])
             states = [self.state[p] for p in params]
@@ -295,20 +300,6 @@ class LowPrecisionOptimizer(Optimizer):
 
 def _limits(job: _Job) -> tuple[int, int]:
     return _LIMITS.get(job.gradient.device.type, _LIMITS["cpu"])
-
-
-def _batches_of(jobs: list[_Job]) -> Iterator[list[_Job]]:
-    """Split jobs into consecutive batches of about the size in _LIMITS."""
-    batch: list[_Job] = []
-    size = 0
-    for job in jobs:
-        batch.append(job)
-        size += job.gradient.numel()
-        if size >= _limits(job)[1]:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:

@@ -8,9 +8,9 @@ not change: a view is a tensor.
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lpconv.optim.rules import RULES
 from lpconv.optim.storage import Parts, Storage, new_parts
 from lpconv.shards import local
 
+T = TypeVar("T")
 _COMPANION_NAMES = dict.fromkeys((s for s in Storage if s.companion is not None), "residual")
 _COMPANION_NAMES |= {Storage.KAHAN: "compensation", Storage.MASTER: "master", Storage.FP8_MASTER: "master"}
 HOST_ENTRIES = {"step": (), "ratio_scale": (2,)}  # shapes of fp32 entries that are read on the host
@@ -121,6 +122,19 @@ class SharedState:
     def scatter(self) -> None:
         """Copy the weights back; all other parts are views of the state."""
         torch._foreach_copy_(list(self.params), self._weights)
+
+
+def batches_of(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Split items into consecutive batches, each of which ends where their sizes reach `limit`."""
+    batch, size = list[T](), 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _share(name: str, states: Sequence[dict[str, Any]], size: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lpconv.optim.state import batches_of
 from lpconv.scaled import ScaledTensor, scaled_tensor, scaling_of
 
 _BUCKET = 2**22  # elements: 16 MiB in fp32
@@ -73,7 +74,7 @@ class GradientAverage:
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         trained = [p for p in parameters if p.requires_grad]
-        self._buckets = list(_buckets(trained[::-1]))
+        self._buckets = list(batches_of(trained[::-1], lambda p: p.numel(), _BUCKET))
         self._is_running = False
         self._silent = set[int]()
         self._reset()
@@ -96,16 +97,16 @@ class GradientAverage:
             self._send(bucket)
         self._silent = {id(p) for bucket in self._buckets for p in bucket} - self._found
         self._send([p for p in parameters if id(p) not in self._sent])
-        self._send([])
-        while self._adding:
-            self._adding.popleft().write_back()
+        if self._pending:
+            self._pending[-1].add_up()
+        while self._pending:
+            self._pending.popleft().write_back()
         self._reset()
 
     def _reset(self) -> None:
         self.num_begun = 0  # buckets sent since the last `finish`
         self._found, self._sent = set[int](), set[int]()
-        self._agreeing: _PendingSum | None = None
-        self._adding = deque[_PendingSum]()
+        self._pending = deque[_PendingSum]()  # the last one agrees on scales, the others are summed
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Any) -> None:
@@ -120,28 +121,26 @@ class GradientAverage:
 
     def _send(self, bucket: Sequence[Any]) -> None:
         """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
-        pending = _PendingSum(bucket)
-        self._sent.update(id(p) for p in pending.holders)
-        if self._agreeing is not None:
-            self._agreeing.add_up()
-            self._adding.append(self._agreeing)
-        self._agreeing = pending
-        while len(self._adding) > _IN_FLIGHT:
-            self._adding.popleft().write_back()
+        holders = [p for p in bucket if p.grad is not None]
+        if not holders:
+            return
+        self._pending.append(_PendingSum(holders))
+        self._sent.update(map(id, holders))
+        if len(self._pending) > 1:
+            self._pending[-2].add_up()
+        if len(self._pending) > _IN_FLIGHT + 1:
+            self._pending.popleft().write_back()
 
 
 class _PendingSum:
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self.holders = [p for p in parameters if p.grad is not None]
+    def __init__(self, holders: Sequence[Any]) -> None:
+        self.holders = holders
         self._sums: list[tuple[Tensor, Any]] = []
-        if self.holders:
-            self._own = torch.stack([_scale(p.grad) for p in self.holders])
-            self._common = self._own.clone()
-            self._agreed: Any = dist.all_reduce(self._common, op=dist.ReduceOp.MAX, async_op=True)
+        self._own = torch.stack([_scale(p.grad) for p in holders])
+        self._common = self._own.clone()
+        self._agreed: Any = dist.all_reduce(self._common, op=dist.ReduceOp.MAX, async_op=True)
 
     def add_up(self) -> None:
-        if not self.holders:
-            return
         self._agreed.wait()
         shares = self._own / self._common / dist.get_world_size()
         for parameter, share in zip(self.holders, shares.unbind(), strict=True):
@@ -151,8 +150,6 @@ class _PendingSum:
             self._sums.append((mean, dist.all_reduce(mean, async_op=True)))
 
     def write_back(self) -> None:
-        if not self.holders:
-            return
         for parameter, scale, (mean, summed) in zip(self.holders, self._common.unbind(), self._sums, strict=True):
             summed.wait()
             gradient = parameter.grad
@@ -161,19 +158,6 @@ class _PendingSum:
                 parameter.grad = scaled_tensor(data, scale.clone(), role=gradient.role, numerics=gradient.numerics)
             else:
                 gradient.copy_(mean)
-
-
-def _buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters in order, grouped up to the size of a bucket."""
-    bucket, size = list[Any](), 0
-    for parameter in parameters:
-        bucket.append(parameter)
-        size += parameter.numel()
-        if size >= _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def _scale(gradient: Tensor) -> Tensor:
