@@ -162,17 +162,7 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
 
 def config_of(settings: Mapping[str, Any]) -> Any:
     """The transformers config of the settings in a config.json, which stores infinity as {"__float__": "Infinity"}."""
-    return transformers.AutoConfig.for_model(**{name: _with_infinities(value) for name, value in settings.items()})
-
-
-def _with_infinities(value: Any) -> Any:
-    if isinstance(value, list):
-        return [*map(_with_infinities, value)]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"__float__"}:
-        return float(value["__float__"])
-    return {name: _with_infinities(part) for name, part in value.items()}
+    return transformers.AutoConfig.for_model(**transformers.PreTrainedConfig._decode_special_floats(dict(settings)))
 
 
 def transformers_config(checkpoint: Checkpoint, *, hint: str) -> Any:

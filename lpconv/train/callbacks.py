@@ -222,12 +222,8 @@ def loss_allocation(rows: Iterable[Mapping[str, Any]]) -> LossAllocation | None:
         first_step=stretch[0].step,
         last_step=total.step,
         num_batches=PROBE_BATCHES,
-        loss_before=total.loss_before,
-        loss_after=total.loss_after,
-        change=total.change,
-        rounding=total.rounding,
+        **{n: getattr(total, n) for n in ("loss_before", "loss_after", "change", "rounding", "closure_error")},
         rounding_share=total.rounding_share if total.change != total.rounding else None,
-        closure_error=total.closure_error,
         layers=tuple(
             LayerChange(layer=a.name, change=a.change, rounding=a.rounding, helped=a.helped if a.num_moved else None)
             for a in total.parameters

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lpconv.layers import LinearLayer, head, linears
-from lpconv.models.coded import CodedTensor
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import ADAPTER
 from lpconv.storage.partfile import write_small
+from lpconv.train.memory import storage_bytes
 
 _ALPHA = 2  # lora_alpha per rank, a common choice of PEFT's users
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # PEFT refuses adapters of their out_proj
@@ -73,10 +73,8 @@ def layers_without_adapter(model: nn.Module) -> tuple[str, ...]:
 def bytes_by_part(model: nn.Module) -> dict[str, int]:
     """Bytes of the frozen weights as they are in memory, and of adapters with gradients and AdamW's state."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    codes = [part for p in frozen if isinstance(p, CodedTensor) for piece in p.pieces for part in piece.parts.values()]
-    kept = {x.data_ptr(): x.nbytes for x in (*codes, *(p for p in frozen if not isinstance(p, CodedTensor)))}
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return {"weights": sum(kept.values()), "adapters, gradients and optimizer": 4 * trained}
+    return {"weights": storage_bytes(frozen), "adapters, gradients and optimizer": 4 * trained}
 
 
 def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, values: Mapping[str, Tensor]) -> None:

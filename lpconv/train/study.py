@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -212,10 +213,7 @@ def _warnings(job: TrainingJob, runs: Sequence[RunRecord]) -> tuple[str, ...]:
     rounds = job.options.steps * job.options.sequences_per_step / len(job.examples.train)
     if rounds > 1:
         warnings.append(f"the run passes over the training data {rounds:.3g} times")
-    counted: dict[str, int] = {}
-    for run in runs:
-        for name, count in run.fallbacks.items():
-            counted[name] = counted.get(name, 0) + count
+    counted = sum((Counter(run.fallbacks) for run in runs), Counter[str]())
     cure = "; use --operand-scale tensor to avoid this" if any("saturated in" in n for n in counted) else ""
     warnings += [f"{name}: {count} times over all runs{cure}" for name, count in sorted(counted.items())]
     return tuple(warnings)
