@@ -111,16 +111,12 @@ def interleave(baseline: Team, variant: Team | None, effort: Effort) -> tuple[Sa
             samples.rounds.append(answer["seconds"])
             samples.walls.append(answer["wall"])
             samples.recompiles = answer["recompiles"]
-            _check_recompiles(samples)
+            if samples.recompiles:
+                raise VerificationError(
+                    f"torch.compile recompiled {samples.recompiles} times after the warm-up, so no step time is valid",
+                    hint="measure with --compile off, and please report the model",
+                )
     return pair
-
-
-def _check_recompiles(samples: Samples) -> None:
-    if samples.recompiles:
-        raise VerificationError(
-            f"torch.compile recompiled {samples.recompiles} times after the warm-up, so the step times are not valid",
-            hint="measure with --compile off, and please report the model",
-        )
 
 
 def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:

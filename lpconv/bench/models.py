@@ -54,15 +54,11 @@ def make_batch(case: Case, config: Any, *, batch: int | None = None, seq: int | 
 
 def step_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The model's own loss with its inputs as labels; for base models, the mean square of the output."""
-    if _has_head(model):
+    own: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    if own.get_output_embeddings() is not None:
         loss: Tensor = model(**batch, labels=batch["input_ids"]).loss
         return loss
     return model(**batch)[0].float().square().mean()  # type: ignore[no-any-return]
-
-
-def _has_head(model: Any) -> bool:
-    own = model.module if isinstance(model, DistributedDataParallel) else model
-    return own.get_output_embeddings() is not None
 
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, CODES: 2}

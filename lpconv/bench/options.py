@@ -8,11 +8,12 @@ import functools
 import math
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated
 
 from annotated_types import Ge
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import spellings
 from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, Revision, gate_option
 from lpconv.results.bench import BenchCase
@@ -80,11 +81,11 @@ class Case(BenchCase):
         """Tokens in a step of one process."""
         return self.batch * self.seq
 
-    @property
-    def peers(self) -> tuple[Peer, ...]:
-        """The other libraries that it needs."""
-        found = (BENCH_METHODS[self.method], BENCH_OPTIMIZERS[self.optimizer] if self.optimizer else None)
-        return tuple(p for p in found if p is not None)
+    def lacks_peer(self) -> UnsupportedError | None:
+        """The error for a library that it needs and that is not installed; None if there is none."""
+        peers = (BENCH_METHODS[self.method], BENCH_OPTIMIZERS[self.optimizer] if self.optimizer else None)
+        missing = (p for p in peers if p is not None and find_spec(p.module) is None)
+        return next((UnsupportedError(f"`{p.module}` is not installed", hint=p.install) for p in missing), None)
 
 
 def check_layers(layers: int | None, own: int | None) -> None:

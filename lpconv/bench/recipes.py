@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +22,6 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _RECIPES = {"fp8": FP8_RECIPES, "fp4": FP4_RECIPES}
 _FP8_CAPABILITY = (8, 9)
 _LR = 1e-4
-
-
-def check_peers(case: Case) -> None:
-    """Raise UnsupportedError, with the install command, if a library that the case needs is missing."""
-    for peer in case.peers:
-        if importlib.util.find_spec(peer.module) is None:
-            raise UnsupportedError(f"{peer.module} is not installed", hint=peer.install)
 
 
 def is_emulated(case: Case) -> bool:

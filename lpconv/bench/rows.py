@@ -89,7 +89,7 @@ class BenchRun:
         group = _Group(case=base_case)
         for number in range(1, self.options.effort.launches + 1):
             with self._team() as base:
-                group.begin(base)
+                group.team, group.is_built, group.is_measured = base, False, False
                 again = f", launch {number}" if number > 1 else ""
                 work = "building" if base_case.compiled == "off" else "building and compiling"
                 self.progress.message(f"{group.title}{again}: {work} {group.name}")
@@ -214,29 +214,17 @@ class _Group:
     """Cases with a common baseline: the baseline's processes in this launch, and paired samples of all launches."""
 
     case: Case
+    team: Team = field(init=False)
     gemms: tuple[Gemm, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     launches: dict[Case, list[tuple[Samples, Samples]]] = field(default_factory=dict)
     is_built: bool = False
     is_measured: bool = False
-    _team: Team | None = None
-
-    def begin(self, team: Team) -> None:
-        """Begin a launch with new processes for the baseline."""
-        self._team, self.is_built, self.is_measured = team, False, False
-
-    @property
-    def team(self) -> Team:
-        """The processes of this launch."""
-        assert self._team is not None
-        return self._team
 
     @property
     def name(self) -> str:
-        how = _COMPILED[self.case.compiled]
-        return (
-            f"{self.case.format} {how}" if self.case.method == PLAIN else f"{self.case.format} {self.case.method} {how}"
-        )
+        method = "" if self.case.method == PLAIN else f"{self.case.method} "
+        return f"{self.case.format} {method}{_COMPILED[self.case.compiled]}"
 
     @property
     def title(self) -> str:

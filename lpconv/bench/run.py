@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,9 @@ def bench(
     sizes = checkpoint.config if checkpoint is not None else preset.settings if preset else {}
     check_layers(options.layers, next((n for key in LAYER_KEYS if isinstance(n := sizes.get(key), int)), None))
     cases, _ = cases_of(options, {"device": "cpu", "name": ""})  # refuses options that do not fit
-    _check_peers(cases)
+    missing = [case.lacks_peer() for case in cases]
+    if all(missing) and missing[0] is not None:
+        raise missing[0]
     if CODES in options.formats:
         _check_codes(options, checkpoint)
     with Child() as child:
@@ -148,13 +149,6 @@ def cases_of(
     if not cases:
         raise UsageError("there is nothing to measure", hint="pass at least one --format and one --mode")
     return cases, notes
-
-
-def _check_peers(cases: Sequence[Case]) -> None:
-    """Raise UnsupportedError if every case needs a library that is not installed."""
-    missing = [next((p for p in case.peers if find_spec(p.module) is None), None) for case in cases]
-    if all(missing) and missing[0] is not None:
-        raise UnsupportedError(f"`{missing[0].module}` is not installed", hint=missing[0].install)
 
 
 def _check_codes(options: BenchOptions, checkpoint: Checkpoint | None) -> None:

@@ -25,7 +25,7 @@ from lpconv.bench.models import (
     wrap_parallel,
 )
 from lpconv.bench.options import CODES, Case
-from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer, with_codes
+from lpconv.bench.recipes import apply_recipe, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError, typed_line
 from lpconv.layers import blocks_of
@@ -48,7 +48,8 @@ class CaseRunner:
     """A case's model, optimizer and batch. Building checks peers and memory, and compares the model with fp32."""
 
     def __init__(self, case: Case, *, memory_share: float) -> None:
-        check_peers(case)
+        if (missing := case.lacks_peer()) is not None:
+            raise missing
         check_parallel(case)
         known = find_model(case)
         shadow = known.build_empty()
