@@ -3,21 +3,11 @@
 import gc
 import os
 
-import pytest
-
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of torch's own would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def one_thread() -> None:
-    """Sums of products are taken in the same order in every run."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

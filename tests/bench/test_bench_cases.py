@@ -11,7 +11,6 @@ from lpconv.models.presets import PRESETS
 from lpconv.scaled import scaling_of
 
 CPU = {"device": "cpu", "name": "CPU"}
-GPU = {"device": "cuda:0", "name": "H100"}
 
 
 def cases(**asked: object) -> list[Case]:
