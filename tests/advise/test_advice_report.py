@@ -7,7 +7,7 @@ from lpconv.report.advise import advice_document, nearest, recommendation
 from lpconv.report.document import Code, Folded, Table
 from lpconv.results import Recommendation
 from tests.helpers.advice_examples import a_row, an_advice, gap
-from tests.helpers.report_examples import blocks_of
+from tests.helpers.report_examples import blocks_of, verdict_of
 
 
 def test_the_recommendation_names_size_gap_and_budget() -> None:
@@ -37,9 +37,8 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
     pruned = a_row("unit e5m2", status="pruned", why="unit e4m3fn is no larger", gap=None)
     failed = a_row("unit fp16", status="failed", why="inf", gap=None)
     document = advice_document(an_advice(a_row(), failed, pruned))
-    assert document.verdict is not None
-    assert document.verdict.outcome == "passed"
-    assert ": unit e4m3fn rows" in document.verdict.text
+    assert verdict_of(document).outcome == "passed"
+    assert ": unit e4m3fn rows" in verdict_of(document).text
     assert [code.lines for code in blocks_of(document, Code)] == [("lpconv x",)]
     table, *_ = blocks_of(document, Table)
     assert [(row[0], row[-1]) for row in table.rows] == [
@@ -52,7 +51,6 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
 
 def test_without_a_recommendation_the_verdict_is_no_pass() -> None:
     nothing = Recommendation(purpose="train", row=None, words="Undecided.", command=None, nearest="bf16-sr")
-    verdict = advice_document(an_advice(recommendations=(nothing,))).verdict
-    assert verdict is not None
+    verdict = verdict_of(advice_document(an_advice(recommendations=(nothing,))))
     assert verdict.outcome == "not run"
     assert "bf16-sr" in verdict.text

@@ -47,7 +47,7 @@ from lpconv.results import (
     to_json,
 )
 from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult, JobOutcome, JobResult
-from tests.helpers.report_examples import blocks_of, section_of
+from tests.helpers.report_examples import blocks_of, section_of, verdict_of
 
 
 def file_record(path: Path) -> FileRecord:
@@ -557,9 +557,8 @@ class TestReports:
         assert rows[1]["note"] == "verification (exit 5)"
         document = batch_document(mixed)
         assert "hint: loosen" in str(section_of(document, "Errors"))
-        assert document.verdict is not None
-        assert document.verdict.outcome == "failed"
-        assert re.search(r"1 .*, 1 failed, 1 .*$", document.verdict.text)
+        assert verdict_of(document).outcome == "failed"
+        assert re.search(r"1 .*, 1 failed, 1 .*$", verdict_of(document).text)
 
 
 def rows_of(result: BatchResult) -> list[dict[str, str]]:

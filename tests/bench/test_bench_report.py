@@ -13,7 +13,7 @@ from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.document import Bullets, Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
 from tests.helpers.bench_records import CPU_PEAKS, GEMMS, result, row
-from tests.helpers.report_examples import blocks_of, charts_of, section_of
+from tests.helpers.report_examples import blocks_of, charts_of, section_of, verdict_of
 
 ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="not installed", ratio=(1, 1, 1)))
 
@@ -59,16 +59,14 @@ def test_the_verdict_says_whether_anything_was_faster(
     ratio: tuple[float, float, float], outcome: str, word: str
 ) -> None:
     document = bench_document(result(row("plain"), row("static", ratio=ratio), row("row", ratio=(0.2, 0.1, 0.3))))
-    assert document.verdict is not None
-    assert document.verdict.outcome == outcome
-    assert re.match(rf"fp8 static .*{word}.*: {ratio[0]:.2f} \[", document.verdict.text)
+    assert verdict_of(document).outcome == outcome
+    assert re.match(rf"fp8 static .*{word}.*: {ratio[0]:.2f} \[", verdict_of(document).text)
     assert word.capitalize() in document.tiles[0].label
     assert [t.detail for t in document.tiles if "6 %" in t.figure and t.detail.endswith("has 6 %")]
 
 
 def test_emulation_is_the_first_word_and_no_success() -> None:
-    verdict = bench_document(result(row("plain"), row("static", emulated=True))).verdict
-    assert verdict is not None
+    verdict = verdict_of(bench_document(result(row("plain"), row("static", emulated=True))))
     assert re.match(r"fp8 \w+ emulated .*GPU", verdict.text)
     assert verdict.outcome == "not run"
 
@@ -89,9 +87,8 @@ def test_a_busy_machine_is_noted(loads: tuple[float, float], busy: bool, monkeyp
 def test_a_gate_that_failed_is_the_verdict() -> None:
     gates = [to_json(GateRecord(expression="speedup>=2", value=1.3, passed=False))]
     document = bench_document(judged(*ROWS, gates=gates))
-    assert document.verdict is not None
-    assert document.verdict.outcome == "failed"
-    assert document.verdict.text.partition(" ")[2].startswith("speedup>=2 ")
+    assert verdict_of(document).outcome == "failed"
+    assert verdict_of(document).text.partition(" ")[2].startswith("speedup>=2 ")
     assert section_of(document, "1 of 1 gates failed").outcome == "failed"
 
 
@@ -108,8 +105,7 @@ def test_intervals_and_parts_of_memory_are_drawn() -> None:
 
 def test_benches_are_compared_row_by_row() -> None:
     document = compare_benches([judged(*ROWS), judged(*ROWS)], ["monday", "tuesday"])
-    assert document.verdict is not None
-    assert re.match(r"fp8 static: monday .*: 1\.30 \[", document.verdict.text)
+    assert re.match(r"fp8 static: monday .*: 1\.30 \[", verdict_of(document).text)
     rows = {first: rest for first, *rest in table(document, "Figures").rows}
     assert rows["fp8 static, train, 2 x 4096: speed-up"] == ["1.30 [1.20, 1.40]"] * 2
     assert [name for name, _ in charts_of(document)["Speed-up over the baseline"].rows] == [

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Document, Section
+from lpconv.report.document import Document, Section, Verdict
 from lpconv.results import (
     ByteCounts,
     CalibrationRecord,
@@ -28,7 +28,7 @@ from lpconv.results import (
 
 __all__ = [
     "bert_result", "bert_shapes", "blocks_of", "charts_of", "llama_result", "llama_shapes", "make_tensors", "plan_of",
-    "section_of",
+    "section_of", "verdict_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -213,6 +213,12 @@ def plan_of(result: ConvertResult) -> PlanResult:
         workers=2,
         warnings=result.warnings,
     )
+
+
+def verdict_of(document: Document) -> Verdict:
+    """The verdict, where there has to be one."""
+    assert document.verdict is not None
+    return document.verdict
 
 
 def section_of(document: Document, title: str) -> Section:

@@ -31,6 +31,7 @@ from tests.helpers.report_examples import (
     llama_result,
     plan_of,
     section_of,
+    verdict_of,
 )
 
 
@@ -49,9 +50,8 @@ def coded(count: int = 40) -> tuple[TensorRecord, ...]:
 
 def test_the_first_questions_are_answered() -> None:
     document = described()
-    assert document.verdict is not None
-    assert document.verdict.outcome == "passed"
-    assert re.search(r"^Verified: KL 3\.1e-08 ", document.verdict.text)
+    assert verdict_of(document).outcome == "passed"
+    assert re.search(r"^Verified: KL 3\.1e-08 ", verdict_of(document).text)
     assert re.search(r"40 of 104 tensors .* fp16, 64 ", document.summary)
     tiles = {tile.label: (tile.figure, tile.detail) for tile in document.tiles}
     assert tiles["Weights"][0] == "45.5 MB"
@@ -102,9 +102,8 @@ def test_it_says_how_to_open_the_output(layout: str, opens: str) -> None:
 def test_a_failure_is_the_verdict_with_its_reasons(passed: bool) -> None:
     verify = replace(bert_result().verify, passed=passed, problems=() if passed else ("a.weight: 3 dB",))
     document = described(verify=verify)
-    assert document.verdict is not None
-    assert document.verdict.outcome == ("passed" if passed else "failed")
-    assert ("a.weight: 3 dB" in document.verdict.text) == (not passed)
+    assert verdict_of(document).outcome == ("passed" if passed else "failed")
+    assert ("a.weight: 3 dB" in verdict_of(document).text) == (not passed)
 
 
 def test_before_and_after_are_drawn_over_the_range_of_the_format() -> None:
@@ -181,14 +180,12 @@ def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> Non
     assert "residual" not in figures_of(finer), "what no run has"
     failed = replace(results[2], verify=replace(results[2].verify, passed=False))
     document = compare_conversions([*results[:2], failed], ["a", "b", "c"])
-    assert document.verdict is not None
-    assert document.verdict.outcome == "failed"
-    assert re.search(r"^\w+ b\b.* c$", document.verdict.text)  # the smaller of two that are good enough
+    assert verdict_of(document).outcome == "failed"
+    assert re.search(r"^\w+ b\b.* c$", verdict_of(document).text)  # the smaller of two that are good enough
     unknown = compare_conversions(
         [replace(r, verify=VerifyResult(level="hash", passed=True)) for r in results[:2]], "ab"
     )
-    assert unknown.verdict is not None
-    assert re.search(r"^b .*--data", unknown.verdict.text)
+    assert re.search(r"^b .*--data", verdict_of(unknown).text)
     assert [title.partition(": ")[0] for title in charts_of(document)][1] == "a"
     rows = {first: rest for first, *rest in texts_of(table_of(section_of(document, "SQNR of every tensor, dB")))}
     assert rows["model.layers.0.self_attn.q_proj.weight"][:2] == ["–", "–"]

@@ -34,7 +34,7 @@ from lpconv.results import (
     from_json,
     to_json,
 )
-from tests.helpers.report_examples import blocks_of, charts_of, section_of
+from tests.helpers.report_examples import blocks_of, charts_of, section_of, verdict_of
 
 
 def run(role: str, losses: tuple[float, ...] = (2.0, 1.5, 1.25)) -> RunRecord:
@@ -77,8 +77,8 @@ def test_the_verdict_follows_the_interval(half_width: float | None, words: str) 
     published = dataclasses.replace(gap, metric="eval_loss_published", gap=0.5, standard_error=None)
     assert words in verdict(result(gaps=(gap,)))
     shown = finetune_document(result(gaps=(gap, published)))
-    assert shown.verdict is not None
-    assert re.findall(r"\+0\.\d+|0\.010|\+65", shown.verdict.text) == ["+0.50", *["0.010"] * (not half_width), "+65"]
+    figures = re.findall(r"\+0\.\d+|0\.010|\+65", verdict_of(shown).text)
+    assert figures == ["+0.50", *["0.010"] * (not half_width), "+65"]
     assert [t.figure[:5] for t in shown.tiles if "fp32" in t.label] == ["+0.50"]
 
 
@@ -105,11 +105,9 @@ def test_curves_losses_and_layers_are_described() -> None:
 @pytest.mark.parametrize(("passed", "outcome"), [(True, "passed"), (False, "failed")])
 def test_a_gate_decides_the_outcome(passed: bool, outcome: str) -> None:
     gate = GateRecord(expression="loss_gap<=0.1", value=0.25, passed=passed)
-    found = finetune_document(result(gates=(gate,))).verdict
-    assert found is not None
+    found = verdict_of(finetune_document(result(gates=(gate,))))
     assert found.outcome == outcome
-    alone = finetune_document(result(gaps=(), twin=None, runs=(run("run"),))).verdict
-    assert alone is not None
+    alone = verdict_of(finetune_document(result(gaps=(), twin=None, runs=(run("run"),))))
     assert alone.outcome == "not run"
 
 

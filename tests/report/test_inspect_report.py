@@ -3,12 +3,11 @@
 from lpconv.report.document import Bullets, Table, texts_of
 from lpconv.report.inspect import inspect_document
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor
-from tests.helpers.report_examples import blocks_of, section_of
+from tests.helpers.report_examples import blocks_of, section_of, verdict_of
 
 
 def verdict(found: InspectResult) -> tuple[str, str]:
-    made = inspect_document(found).verdict
-    assert made is not None
+    made = verdict_of(inspect_document(found))
     return made.outcome, made.text
 
 

@@ -12,7 +12,7 @@ from lpconv.report.numbers import ROLE_WORDS
 from lpconv.report.probe import exponent_charts, heat_map, probe_document
 from lpconv.report.terminal import terminal
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
-from tests.helpers.report_examples import section_of
+from tests.helpers.report_examples import section_of, verdict_of
 
 LAYERS = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head")
 
@@ -65,15 +65,12 @@ def only_table(section: Section) -> Table:
 
 def test_the_verdict_counts_what_each_format_holds() -> None:
     document = described()
-    assert document.verdict is not None
-    assert document.verdict.outcome == "passed"
-    assert re.search(r"8 tensors.* fp16 \w+ 8, e4m3fn \w+ 8$", document.verdict.text)
-    drawn = described(facts={"Text": "random token ids, seed 0"}).verdict
-    assert drawn is not None
+    assert verdict_of(document).outcome == "passed"
+    assert re.search(r"8 tensors.* fp16 \w+ 8, e4m3fn \w+ 8$", verdict_of(document).text)
+    drawn = verdict_of(described(facts={"Text": "random token ids, seed 0"}))
     assert "random" in drawn.text
     none = tuple(replace(t, scaled=(t.scaled[0], replace(t.scaled[1], fits_own_scale=False))) for t in report().tensors)
-    failed = described(tensors=none).verdict
-    assert failed is not None
+    failed = verdict_of(described(tensors=none))
     assert failed.outcome == "not run"
     assert re.search(r"8, e4m3fn \w+ 0 .*lm_head", failed.text)
 

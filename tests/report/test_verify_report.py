@@ -19,7 +19,7 @@ from lpconv.results import (
     VerifyResult,
     WeightsCheck,
 )
-from tests.helpers.report_examples import blocks_of, charts_of, section_of
+from tests.helpers.report_examples import blocks_of, charts_of, section_of, verdict_of
 
 
 def described(**fields: Any) -> Document:
@@ -44,8 +44,7 @@ def test_every_step_of_a_failure_says_what_failed() -> None:
         logits=LogitsCheck(skipped="no config.json"),
         gates=(GateRecord(expression="sqnr>=25", value=3.0, passed=False),),
     )
-    assert document.verdict is not None
-    assert document.verdict.outcome == "failed"
+    assert verdict_of(document).outcome == "failed"
     assert section_of(document, "Verification: failed (level weights)").outcome == "failed"
     found = steps(document)
     assert {name: outcome for name, (outcome, _) in found.items()} == {
@@ -68,8 +67,7 @@ def test_outputs_that_are_not_finite_are_no_pass(difference: float) -> None:
 
 def test_no_verification_is_not_a_pass() -> None:
     document = described(level="none", passed=True)
-    assert document.verdict is not None
-    assert document.verdict.outcome == "not run"
+    assert verdict_of(document).outcome == "not run"
     assert not steps(document)
     assert section_of(document, "Verification: not run").blocks
 
@@ -88,8 +86,7 @@ def test_no_verification_is_not_a_pass() -> None:
 def test_the_verdict_has_the_deepest_evidence(check: LogitsCheck, words: str) -> None:
     exact = weights(max_rel_error=0.0, min_sqnr_db=math.inf, worst=None, num_tensors=40)
     document = described(level="logits", passed=True, weights=exact, logits=check)
-    assert document.verdict is not None
-    assert words in document.verdict.text
+    assert words in verdict_of(document).text
     assert "40 tensors" in steps(document)["weights"][1]
     assert "79.7" not in steps(document)["outputs"][1]
     assert not {"KL divergence on text", "Same top prediction"} & {t.label for t in document.tiles} or check.is_text
