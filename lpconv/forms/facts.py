@@ -25,7 +25,8 @@ class FormSettings:
     `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
     of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `inputs`
     is how readers round inputs, None as usual (`layouts/compressed_config.py`), `kv_cache` means that the file has
-    scales of keys and values, and `is_expert` that the weight belongs to one of several experts.
+    scales of keys and values, `is_expert` that the weight belongs to one of several experts, and `is_table` that it is
+    an embedding.
     """
 
     scale: str = "pow2"
@@ -36,6 +37,7 @@ class FormSettings:
     inputs: str | None = None
     kv_cache: bool = False
     is_expert: bool = False
+    is_table: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class ConvertedFacts:
 
     `config` is the source's, `settings` are method, format, scale and granularity of the conversion, `formats` the
     formats of converted tensors by name, and `ignored` the modules that are not converted, for third-party layouts.
-    `experts` are the weights of single experts. `inputs` and `kv_cache` are as in `FormSettings`.
+    `experts` are the weights of single experts, and `named` the converted modules that readers do not find by the class
+    Linear: heads and embeddings. `inputs` and `kv_cache` are as in `FormSettings`.
     """
 
     config: Mapping[str, Any]
@@ -52,6 +55,7 @@ class ConvertedFacts:
     formats: Mapping[str, str]
     ignored: Sequence[str]
     experts: Iterable[str] = ()
+    named: Sequence[str] = ()
     inputs: str | None = None
     kv_cache: bool = False
 

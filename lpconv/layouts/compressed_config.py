@@ -147,12 +147,15 @@ def quantization_config(converted: ConvertedFacts) -> dict[str, Any]:
         )
     preset = preset_of(of_experts.pop(), grain, converted.inputs)
     assert preset is not None, "refused"
+    targets = ["Linear"]  # readers match names before classes
     others: dict[str, tuple[CompressedPreset, list[str]]] = {}
     for name, number in converted.formats.items():
-        other = preset_of(number, grain, converted.inputs)
+        other, module = preset_of(number, grain, converted.inputs), name.removesuffix(".weight")
         if other is not None and other != preset:
-            others.setdefault(other.name, (other, []))[1].append(name.removesuffix(".weight"))
-    parts = ((preset, ["Linear"]), *others.values())  # readers match names before classes
+            others.setdefault(other.name, (other, []))[1].append(module)
+        elif module in converted.named:
+            targets.append(module)
+    parts = ((preset, targets), *others.values())
     groups = (_group(other, targets, is_mixed=bool(others)) for other, targets in parts)
     return {
         "quant_method": COMPRESSED_TENSORS,

@@ -96,6 +96,8 @@ class _Layout(CodedForm):
         if preset is None:
             words = settings.grain.words if settings.grain else "one scale"
             return f"the layout cannot store {format.name} codes with {words}"
+        if settings.is_table:
+            return "transformers 5.24 cannot open codes of embeddings in this layout"
         group = (preset.inputs or {}).get("group_size", 1)
         if shape[-1] % group:
             return f"rows of {shape[-1]} elements are not a multiple of {group}, the group size of input scales"

@@ -51,6 +51,8 @@ class FineGrained(Tiles):
         grain = settings.grain
         if grain is None or not cls.holds(format, grain):
             return f"the layout cannot store {format.name} codes with {grain.words if grain else 'one scale'}"
+        if settings.is_table:
+            return "transformers reads no codes of embeddings in this layout"
         height, width = grain.tile
         if len(shape) < 2 or shape[-2] % height or shape[-1] % width:
             return f"its sizes are not multiples of {height} x {width}, the blocks that transformers decodes"

@@ -8,6 +8,7 @@ from typing import Any
 
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.plan.plan import Plan
+from lpconv.plan.policy import sensitive_kind
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER, RESIDUAL_INDEX, Checkpoint, residual_index
 from lpconv.storage.contents import QUANTIZATION_FILES
@@ -21,6 +22,7 @@ LOADER = "lpconv_loader.py"
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's own
 INDEX = "model.safetensors.index.json"
+_NAMED = ("embedding", "output head")  # modules that readers do not find by the class Linear
 _NOT_OURS = {".git", ".cache", ".gitattributes"}  # of version control and the hub; nothing there is loaded
 
 
@@ -62,6 +64,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         formats=formats,
         ignored=ignored,
         experts=experts,
+        named=[t.module for t in plan.tensors if t.format is not None and sensitive_kind(t.info) in _NAMED],
         inputs=plan.options.rounds_inputs,
         kv_cache=plan.options.kv_cache is not None,
     )

@@ -317,6 +317,8 @@ def check_matches(pattern: str, names: Iterable[str]) -> None:
         raise UsageError(f"pattern `{pattern}` matches no whole name", hint=f"'*{pattern}*' matches {matched} tensors")
     near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
     hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL --all` lists the names"
+    if matches(pattern, "lm_head.weight"):
+        hint = "the head may be tied to the embedding: --rule '*embed*=FORMAT' changes both"
     raise UsageError(f"pattern `{pattern}` matches no tensor", hint=hint)
 
 

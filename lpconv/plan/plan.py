@@ -20,7 +20,7 @@ from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import cache_scale_name
 from lpconv.layouts.linears import LinearModules, format_groups, fused_groups
 from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
-from lpconv.plan.policy import decide, form_type
+from lpconv.plan.policy import decide, deciding_rule, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, encode_header, lay_out
@@ -337,6 +337,13 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
         )
     if options.kv_cache is not None:
         _check_cache(planned)
+    for rule in options.rules:
+        ruled = [t for n, t in planned.items() if len(t.info.shape) > 1 and deciding_rule(n, options) == rule]
+        if rule.format != "keep" and ruled and all(t.module in linears.tables and t.format is None for t in ruled):
+            raise UnsupportedError(
+                f"--rule '{rule}' converts nothing: `{ruled[0].name}`: {ruled[0].reason}",
+                hint="the layouts lpconv, mlx and gguf convert embeddings",
+            )
     formats: dict[str, set[Format | None]] = {}
     for name, module in linears.experts.items():
         formats.setdefault(module, set()).add(planned[name].format)

@@ -16,7 +16,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
 from lpconv.layouts.linears import LinearModules
 from lpconv.methods import METHODS
-from lpconv.plan.options import FilledOptions, matches
+from lpconv.plan.options import FilledOptions, FormatRule, matches
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
 # Weights left in 16 bits, by parts of their names in known architectures; other names follow the rule for matrices. The
@@ -58,7 +58,8 @@ def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules |
             f"`{info.name}` contains all experts of a layer, which plain transformers cannot decode in this layout",
             hint=f"leave them unconverted with --exclude '*{block}*', or convert them with --layout lpconv",
         )
-    if linears is not None and info.name not in linears.weights:
+    is_ruled = settings.is_table and deciding_rule(info.name, options) is not None
+    if linears is not None and info.name not in linears.weights and not is_ruled:
         fmt, reason = None, f"not a Linear weight, which {options.layout} requires"
     elif linears is not None and fmt is not None and not kind.holds(fmt, settings.grain):
         fmt = None  # the layout has no 16-bit codes
@@ -78,6 +79,7 @@ def settings_for(options: FilledOptions, linears: LinearModules | None = None, n
         inputs=options.rounds_inputs,
         kv_cache=options.kv_cache is not None,
         is_expert=linears is not None and name in linears.experts,
+        is_table=linears is not None and name.removesuffix(".weight") in linears.tables,
         **settings,
     )
 
@@ -91,9 +93,9 @@ def _decide(info: TensorInfo, options: FilledOptions) -> _Decision:
         if matches(pattern, info.name):
             return None, f"excluded by `{pattern}`"
     wanted = FORMATS[options.format or METHODS[options.method].default_format]
-    for rule in options.rules:
-        if matches(rule.pattern, info.name):
-            return None if rule.format == "keep" else FORMATS[rule.format], f"rule `{rule.pattern}`"
+    rule = deciding_rule(info.name, options)
+    if rule is not None:
+        return None if rule.format == "keep" else FORMATS[rule.format], f"rule `{rule.pattern}`"
     if options.include and not any(matches(p, info.name) for p in options.include):
         return None, "not included"
     if not form_type(options).holds_anything:
@@ -103,10 +105,16 @@ def _decide(info: TensorInfo, options: FilledOptions) -> _Decision:
     return wanted, "pair"
 
 
+def deciding_rule(name: str, options: FilledOptions) -> FormatRule | None:
+    """The `--rule` that decides the format of a tensor; None if there is none, or if it is excluded."""
+    is_excluded = any(matches(pattern, name) for pattern in options.exclude)
+    return None if is_excluded else next((r for r in options.rules if matches(r.pattern, name)), None)
+
+
 def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     if len(info.shape) < 2:
         return None, "norm, bias or other vector"
-    what = _sensitive_kind(info)
+    what = sensitive_kind(info)
     if wanted.storage_bits >= _NARROW or what is None:
         return wanted, what or "matrix"
     if DTYPE_BITS[info.dtype] <= _NARROW:
@@ -114,7 +122,7 @@ def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     return FORMATS["fp16"], f"{what}: 16 bits by default"
 
 
-def _sensitive_kind(info: TensorInfo) -> str | None:
+def sensitive_kind(info: TensorInfo) -> str | None:
     """Why 8 bits are too few for a tensor, such as "embedding"; None if they are enough."""
     named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
     is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere
