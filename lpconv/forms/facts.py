@@ -25,8 +25,8 @@ class FormSettings:
     `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
     of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `inputs`
     is how readers round inputs, None as usual (`layouts/compressed_config.py`), `kv_cache` means that the file has
-    scales of keys and values, `is_expert` that the weight belongs to one of several experts, and `is_table` that it is
-    an embedding.
+    scales of keys and values, `is_expert` that the weight belongs to one of several experts, `is_stack` that it
+    contains several, and `is_table` that it is an embedding.
     """
 
     scale: str = "pow2"
@@ -37,6 +37,7 @@ class FormSettings:
     inputs: str | None = None
     kv_cache: bool = False
     is_expert: bool = False
+    is_stack: bool = False
     is_table: bool = False
 
 

@@ -210,9 +210,9 @@ class Form(Stored):
     `kind` is the key in `FORMS`, `suffixes` are the name suffixes of side tensors. `quantised_by` is the `quant_method`
     in the config of such checkpoints, None for ordinary ones. `holds_anything` means that the form loses so little that
     no tensor needs to be left out; `holds_one_format`, that all converted tensors of a checkpoint have one format, and
-    `of_linears`, that only weights of `Linear` modules have it. `encoded_per_second` and `checked_per_second` are the
-    elements per second that a conversion writes and a check compares, on one core of a virtual machine of 2026 with a
-    bf16 source.
+    `of_linears`, that only weights of `Linear` modules have it, and `of_stacks`, that experts in one tensor have it,
+    too, with rows and columns swapped. `encoded_per_second` and `checked_per_second` are the elements per second that a
+    conversion writes and a check compares, on one core of a virtual machine of 2026 with a bf16 source.
     """
 
     kind: ClassVar[str]
@@ -223,6 +223,7 @@ class Form(Stored):
     holds_anything: ClassVar[bool] = False
     holds_one_format: ClassVar[bool] = False
     of_linears: ClassVar[bool] = False
+    of_stacks: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

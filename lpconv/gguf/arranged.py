@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 TRANSPOSED = "transposed"
 
 
+def transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor whose last two axes are swapped."""
+    return (*shape[:-2], *shape[-2:][::-1])
+
+
 def rotary(heads: int) -> str:
     """The order of a tensor with the rows of `heads` heads.
 
@@ -26,7 +31,7 @@ def rotary(heads: int) -> str:
 def arranged(x: Tensor, order: str, *, back: bool = False) -> Tensor:
     """A whole tensor in another order; with `back`, the tensor that was brought into this order."""
     if order == TRANSPOSED:
-        return x.t()
+        return x.mT
     heads = int(order.partition(":")[2])
     halves = x.view(heads, -1, 2, *x.shape[1:]) if back else x.view(heads, 2, -1, *x.shape[1:])
     return halves.transpose(1, 2).reshape(x.shape)
@@ -45,7 +50,7 @@ class ArrangedSource:
 
     def _entry(self, name: str, entry: TensorEntry) -> TensorEntry:
         is_transposed = self._orders.get(name) == TRANSPOSED
-        return replace(entry, info=replace(entry.info, shape=entry.info.shape[::-1])) if is_transposed else entry
+        return replace(entry, info=replace(entry.info, shape=transposed(entry.info.shape))) if is_transposed else entry
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:

@@ -1,6 +1,6 @@
 """The plan of a conversion to GGUF: every tensor in one file, including those that other layouts leave as they are."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -10,7 +10,7 @@ from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms import FormSettings
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf import GGUF, WEIGHTS
-from lpconv.gguf.arranged import TRANSPOSED, ArrangedSource, arranged
+from lpconv.gguf.arranged import TRANSPOSED, ArrangedSource
 from lpconv.gguf.blocks import GgufNumbers
 from lpconv.gguf.model import GgufModel, gguf_model
 from lpconv.models.ties import find_ties
@@ -24,7 +24,7 @@ from lpconv.storage.source import Source
 from lpconv.storage.staging import MARKER
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _ALIGNMENT = 32
 
@@ -44,14 +44,7 @@ class GgufPlan(Plan):
         header = model.header(described, str(options.format))
         root = OutputFile(name=WEIGHTS, header=header, tensors=infos, alignment=_ALIGNMENT)
         shard = PlannedShard(root=root, residual=None, tensors=stored)
-        return cls(options=options, tensors=tuple(tensors), shards=(shard,), model=model)
-
-    @property
-    def reordered(self) -> Collection[str]:
-        return self.model.orders.keys()
-
-    def reorder(self, name: str, x: "Tensor", *, back: bool = False) -> "Tensor":
-        return arranged(x, self.model.orders[name], back=back) if name in self.model.orders else x
+        return cls(options=options, tensors=tuple(tensors), shards=(shard,), orders=model.orders, model=model)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class Mlx(Tiles):
         modes = {n.removesuffix(".weight"): _quantization(f, grain) for n, f in converted.formats.items()}
         others = {module: mode for module, mode in modes.items() if mode != usual}
         own = {"quantization": {**usual, **others}, "quantization_config": {"quant_method": cls.quantised_by, **usual}}
-        return own | _rotary_settings(converted.config)
+        return own | rotary_settings(converted.config)
 
 
 def _quantization(number: str, grain: Grain) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _quantization(number: str, grain: Grain) -> dict[str, Any]:
     return {"group_size": grain.tile[1], "bits": FORMATS[number].storage_bits, "mode": _MODES[number]}
 
 
-def _rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings of a config of transformers 5 under their older names, as most families of mlx-lm 0.32 need."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:

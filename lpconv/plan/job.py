@@ -15,6 +15,7 @@ from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.forms import Headers
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.gguf import GGUF, check_package
+from lpconv.gguf.arranged import ArrangedSource
 from lpconv.layouts.headers import check_readable
 from lpconv.layouts.reader import is_coded, open_readable, open_values
 from lpconv.models.ties import find_ties
@@ -119,6 +120,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: FilledOptions, 
                 ties=find_ties(source, plain),
                 linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
             )
+            source = ArrangedSource(source, plan.orders, ()) if plan.orders else source
         if options.rounding != NEAREST and not any(t.can_be_rounded for t in plan.tensors):
             raise UnsupportedError(
                 "no weight of a linear layer would get codes of at most 8 bits",

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +16,7 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.facts import ConvertedFacts
+from lpconv.gguf.arranged import TRANSPOSED, arranged
 from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import cache_scale_name
 from lpconv.layouts.linears import LinearModules, format_groups, fused_groups
@@ -153,13 +154,15 @@ class PlannedShard:
 class Plan:
     """Everything that will be written. `tensors` has every source tensor exactly once, in source order.
 
-    `linears` are the model's `Linear` modules, if the layout needs them. A subclass plans files of another format.
+    `linears` are the model's `Linear` modules, if the layout needs them. `orders` names the order of elements in
+    tensors that are not stored in the source's (`gguf/arranged.py`). A subclass plans files of another format.
     """
 
     options: FilledOptions
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
     linears: LinearModules | None = None
+    orders: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def format_name(self) -> str:
@@ -215,11 +218,11 @@ class Plan:
     @property
     def reordered(self) -> Collection[str]:
         """Names of the tensors whose elements the files have in another order than the source."""
-        return ()
+        return self.orders.keys()
 
     def reorder(self, name: str, x: "Tensor", *, back: bool = False) -> "Tensor":
         """A whole tensor of the source in the order of the files; with `back`, the reverse."""
-        return x
+        return arranged(x, self.orders[name], back=back) if name in self.orders else x
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -281,7 +284,8 @@ def make_plan(
     groups = _group_by_shard(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = shard_names(len(groups))
     shards = tuple(_plan_shard(n, g, options) for n, g in zip(names, groups, strict=True))
-    return Plan(options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
+    orders = {t.name: TRANSPOSED for t in stored if t.format is not None and t.form.of_stacks}
+    return Plan(options=options, tensors=tuple(planned.values()), shards=shards, linears=linears, orders=orders)
 
 
 def _check_free_names(taken: Sequence[str]) -> None:
@@ -345,7 +349,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
                 hint="the layouts lpconv, mlx and gguf convert embeddings",
             )
     formats: dict[str, set[Format | None]] = {}
-    for name, module in linears.experts.items():
+    for name, module in {**linears.experts, **dict.fromkeys(sorted(linears.fused), "")}.items():
         formats.setdefault(module, set()).add(planned[name].format)
         why = "--calibrate cannot measure the inputs of experts" if planned[name].form.has_input_scale else None
         if len(formats[module]) > 1:

@@ -14,6 +14,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
+from lpconv.gguf.arranged import transposed
 from lpconv.layouts.linears import LinearModules
 from lpconv.methods import METHODS
 from lpconv.plan.options import FilledOptions, FormatRule, matches
@@ -52,21 +53,22 @@ def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules |
     """
     fmt, reason = _decide(info, options)
     kind, settings = form_type(options), settings_for(options, linears, info.name)
-    if linears is not None and info.name in linears.fused and fmt is not None:
+    if settings.is_stack and fmt is not None and not kind.of_stacks:
         block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
         raise UnsupportedError(
             f"`{info.name}` contains all experts of a layer, which plain transformers cannot decode in this layout",
             hint=f"leave them unconverted with --exclude '*{block}*', or convert them with --layout lpconv",
         )
-    is_ruled = settings.is_table and deciding_rule(info.name, options) is not None
-    if linears is not None and info.name not in linears.weights and not is_ruled:
+    is_other = settings.is_stack or (settings.is_table and deciding_rule(info.name, options) is not None)
+    if linears is not None and info.name not in linears.weights and not is_other:
         fmt, reason = None, f"not a Linear weight, which {options.layout} requires"
     elif linears is not None and fmt is not None and not kind.holds(fmt, settings.grain):
         fmt = None  # the layout has no 16-bit codes
-    refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
+    shape = transposed(info.shape) if settings.is_stack else info.shape
+    refused = None if fmt is None else kind.refusal(shape, fmt, settings)
     if fmt is None or refused is not None:
         return Kept.unchanged(info), refused or reason
-    return kind.of(info.name, info.shape, fmt, settings), reason
+    return kind.of(info.name, shape, fmt, settings), reason
 
 
 def settings_for(options: FilledOptions, linears: LinearModules | None = None, name: str = "") -> FormSettings:
@@ -79,6 +81,7 @@ def settings_for(options: FilledOptions, linears: LinearModules | None = None, n
         inputs=options.rounds_inputs,
         kv_cache=options.kv_cache is not None,
         is_expert=linears is not None and name in linears.experts,
+        is_stack=linears is not None and name in linears.fused,
         is_table=linears is not None and name.removesuffix(".weight") in linears.tables,
         **settings,
     )

@@ -3,6 +3,7 @@
 What readers cannot take is refused before the work: several experts in one tensor, and half of a layer's experts.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,27 @@ def test_several_experts_in_one_tensor_are_refused_by_name(layout: str, tmp_path
     assert "--exclude '*block_sparse_moe*'" in refused.value.hint
     convert(str(source), tmp_path / "out", options_of(layout, exclude=("*block_sparse_moe*",)))
     assert "model.layers.0.block_sparse_moe.experts" in ignored_by(tmp_path / "out")
+
+
+def test_experts_of_gpt_oss_are_those_that_transformers_decodes(tmp_path: Path) -> None:
+    more = {"num_local_experts": 3, "head_dim": 64, "intermediate_size": 64, "eos_token_id": 1, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**_SMALL | more)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    options = ConvertOptions(scheme="GPT_OSS_MXFP4", verify="weights")
+    found = convert(str(tmp_path / "source"), tmp_path / "out", options)
+    names = [t.name for t in found.tensors if t.action == "convert"]
+    ((_, _, weights),) = opens_elsewhere(tmp_path / "out", dtype="bfloat16")
+    with StoredTensors.open(tmp_path / "out") as stored:
+        assert [tuple(stored.tensor(n).shape) for n in names] == [(3, 64, 128), (3, 128, 128)]
+        assert all(torch.equal(weights[n].float(), stored.tensor(n)) for n in names)
+    assert lpconv_verifies(tmp_path / "out", tmp_path / "source")
+    convert(str(tmp_path / "out"), tmp_path / "again", options)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts\.gate_up_proj"):
+        plan(str(tmp_path / "source"), tmp_path / "no", dataclasses.replace(options, exclude=("*down_proj",)))
+    with pytest.raises(UnsupportedError, match="gpt_oss"):
+        plan(str(granite_moe(tmp_path / "granite")), tmp_path / "no", options)
 
 
 def test_nvfp4_of_experts_has_a_second_scale_only_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _asked(options: Options) -> tuple[str | None, ...]:
 def _others(known: list[Options]) -> Iterator[Options]:
     """Every combination that is not refused and not among `known`."""
     seen = {_asked(options) for options in known}
-    layouts = [n for n in LAYOUTS if n != GGUF]  # llama.cpp does not split text like the demo model
+    layouts = [n for n in LAYOUTS if n not in (GGUF, "mxfp4")]  # not for models like the demo's
     formats = [n for n in FORMATS if n not in ("int2", "int5", "int7")]  # other widths show what these would
     for method, layout, grain, fmt in itertools.product(METHODS, layouts, (TENSOR, *GRAINS, "group:32"), formats):
         for residual in METHODS[method].residuals or (None,):

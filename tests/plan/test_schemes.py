@@ -11,6 +11,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import get_grain
 from lpconv.layouts import SCHEMES
 from lpconv.layouts.compressed_config import preset_of
+from lpconv.layouts.linears import LinearModules
 from lpconv.plan import ConvertOptions, fill_options
 from lpconv.plan.plan import make_plan
 from lpconv.plan.settings import with_scheme
@@ -28,7 +29,9 @@ def options_of_scheme(name: str) -> ConvertOptions:
 def test_bits_are_those_of_the_plan(name: str) -> None:
     options = fill_options(options_of_scheme(name))
     info = TensorInfo(name=WEIGHT, dtype="F32", shape=(ROWS, COLUMNS), begin=0, end=ROWS * COLUMNS * 4)
-    plan = make_plan({WEIGHT: (info, "model.safetensors")}, options, ties={}, linears=None)
+    experts = LinearModules(plain=(), others=(), fused=frozenset((WEIGHT,)))  # the only codes of gpt-oss
+    linears = experts if options.layout == "mxfp4" else None
+    plan = make_plan({WEIGHT: (info, "model.safetensors")}, options, ties={}, linears=linears)
     (tensor,) = plan.tensors
     assert tensor.form.num_bytes * 8 / (ROWS * COLUMNS) == pytest.approx(SCHEMES[name].bits, abs=0.006)
 
