@@ -17,7 +17,7 @@ from lpconv.batch.kinds import (
     SHARED_FIELDS,
     BatchJob,
 )
-from lpconv.batch.reading import read_document, read_mapping, read_setting
+from lpconv.batch.reading import prefix_errors, read_document, read_mapping, read_setting
 from lpconv.convert.parts import check_shareable
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -55,7 +55,7 @@ def load_manifest(path: Path) -> Manifest:
     """
     path = path.absolute()
     document = read_document(path)
-    with _prefix_errors(path.name):
+    with prefix_errors(path.name):
         top = read_mapping(document, MANIFEST_KEYS, "")
         if str(version := top.get("version")) != str(MANIFEST_VERSION):
             says = "missing" if version in (None, "") else f"`{version}` is unknown"
@@ -95,7 +95,7 @@ def _read_fields(raw: Any, fields: Mapping[str, Declared], folder: Path, place: 
     """The mapping at `place`, with every value parsed by its field."""
     settings = read_mapping(raw, fields, place, elsewhere=_HINTS)
     for name, value in settings.items():
-        with _prefix_errors(f"{place}.{name}"):
+        with prefix_errors(f"{place}.{name}"):
             settings[name] = read_setting(fields[name], value)
         if fields[name].option.is_path and settings[name] is not None:
             settings[name] = type(settings[name])(_resolve_path(str(settings[name]), folder))
@@ -121,7 +121,7 @@ def _job(
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
         raise UsageError(f"{place}.split: a {kind} job cannot be split", hint="only conversions can be split")
-    with _prefix_errors(f"{place} ({job_id})"), _hint_defaults(settings, raw):
+    with prefix_errors(f"{place} ({job_id})"), _hint_defaults(settings, raw):
         options = KINDS[kind].options(settings)
         if own.get("split", 1) > 1 and isinstance(options, ConvertOptions):
             check_shareable(options)
@@ -139,18 +139,18 @@ def _job(
 def _kind_of_job(raw: Any, place: str) -> str:
     if not isinstance(raw, Mapping) or "kind" not in raw:
         return DEFAULT_KIND
-    with _prefix_errors(f"{place}.kind"):
+    with prefix_errors(f"{place}.kind"):
         return str(read_setting(COMMON_FIELDS["kind"], raw["kind"]))
 
 
 def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place: str) -> tuple[str, tuple[str, ...]]:
     """The job's model, with ``job:ID`` replaced by that job's output, and the ids of the jobs to wait for."""
     by_id = {job.id: job for job in earlier}
-    with _prefix_errors(f"{place}.needs"):
+    with prefix_errors(f"{place}.needs"):
         needs = [find("earlier job", need, by_id).id for need in own.get("needs", ())]
     if not own["model"].startswith(_OF_JOB):
         return own["model"], tuple(needs)
-    with _prefix_errors(f"{place}.model"):
+    with prefix_errors(f"{place}.model"):
         source = find("earlier job", own["model"].removeprefix(_OF_JOB), by_id)
     return str(source.output), tuple(dict.fromkeys([source.id, *needs]))
 
@@ -203,13 +203,3 @@ def _hint_defaults(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> Itera
             raise
         hint = f"{', '.join(inherited)} of the defaults replaces the scheme's; write `{inherited[0]}: null` in the job"
         raise UsageError(e.message, hint=hint, details=e.details) from e
-
-
-@contextmanager
-def _prefix_errors(place: str) -> Iterator[None]:
-    """Prefix the message of a UsageError with its place in the manifest."""
-    try:
-        yield
-    except UsageError as e:
-        separator = "" if e.message.startswith(("[", ".")) else ": "
-        raise UsageError(f"{place}{separator}{e.message}", hint=e.hint, details=e.details) from e

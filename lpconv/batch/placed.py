@@ -159,7 +159,6 @@ class Schedule:
         self._options, self._progress, self._events = options, progress, events
         self._waiting = list(jobs)
         self._steps: list[_Step] = []  # ready to run
-        self._parts: dict[str, int] = {}  # number of unfinished parts of each split job
         self._running: dict[Future[Answer], _Step] = {}
         self._results: dict[str, JobResult] = {}
         self._seconds: dict[str, float] = {}
@@ -198,7 +197,7 @@ class Schedule:
 
     def _is_ready(self, job: BatchJob) -> bool:
         """Whether all jobs that `job` needs have ended."""
-        return not any(need == other.id and need not in self._results for need in job.needs for other in self._jobs)
+        return not any(other.id in job.needs and other.id not in self._results for other in self._jobs)
 
     def _prepare(self, job: BatchJob) -> None:
         """Begin a job: record its result if it is done, failed or must not run, and queue its tasks otherwise."""
@@ -219,21 +218,18 @@ class Schedule:
         if done is not None:
             self._record(replace(done, seconds=time.monotonic() - started))
         elif job.split > 1:
-            self._parts[job.id] = job.split
-            self._steps += [
-                self._step(job, f" {i}/{job.split}", "--shard", f"{i}/{job.split}") for i in range(1, job.split + 1)
-            ]
+            parts = [f"{i}/{job.split}" for i in range(1, job.split + 1)]
+            self._steps += [self._step(job, "--shard", part, name=f"{job.id} {part}") for part in parts]
         else:
             self._steps.append(self._step(job))
 
-    def _step(self, job: BatchJob, suffix: str = "", *more: str) -> _Step:
+    def _step(self, job: BatchJob, *more: str, name: str = "") -> _Step:
         given = {"--resume": self._options.resume, "--locked": self._options.locked}
         flags = [flag for flag, is_set in given.items() if is_set]
         arguments = (str(self._manifest), "--only", job.id, "--json", *flags, *more)
         assert self._executor is not None
-        return _Step(
-            job=job, task=JobTask(name=job.id + suffix, arguments=arguments, needs=_needs_of(job, self._executor))
-        )
+        needs = _needs_of(job, self._executor)
+        return _Step(job=job, task=JobTask(name=name or job.id, arguments=arguments, needs=needs))
 
     def _place(self, step: _Step) -> bool:
         """Submit a step if a machine has room. Returns whether the step is off the queue."""
@@ -259,7 +255,7 @@ class Schedule:
         """Submit the task of a lost machine again with --resume, up to a limit."""
         if step.lost == _MAX_LOST or self._is_over:
             lost = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
-            self._record(job_result(step.job, FAILED, error=lost), JobFailedError(step.job.id, lost))
+            self._finish_job(step.job, job_result(step.job, FAILED, error=lost))
             return
         self._progress.message(f"{step.task.name}: {error}; once more")
         again = dict.fromkeys((*step.task.arguments, "--resume"))  # adds --resume only once
@@ -276,9 +272,8 @@ class Schedule:
             self._finish_job(job, job_result(job, FAILED, error=error_from_answer(answer)))
         else:
             self._seconds[job.id] = max(self._seconds.get(job.id, 0.0), answer.seconds)
-            self._parts[job.id] -= 1
-            if not self._parts[job.id]:
-                self._steps.append(self._step(job, "", "--finish"))
+            if not any(other.job is job for other in (*self._steps, *self._running.values())):  # the last part
+                self._steps.append(self._step(job, "--finish"))
 
     def _finish_job(self, job: BatchJob, result: JobResult) -> None:
         """Record the result of a job; its time includes the time of the longest part."""

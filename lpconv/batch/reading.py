@@ -10,7 +10,8 @@ import functools
 import json
 import reprlib
 import tomllib
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,14 +84,21 @@ def read_setting(declared: Declared, raw: Any) -> Any:
 
 
 def _read_one(declared: Declared, raw: Any, place: str) -> Any:
+    with prefix_errors(place):
+        try:
+            return _adapter(declared).validate_python(raw)
+        except ValidationError as e:
+            raise UsageError(f"expected {declared.expected}, not {_show(raw)}", hint=declared.hint) from e
+
+
+@contextmanager
+def prefix_errors(place: str) -> Iterator[None]:
+    """Prefix the message of a UsageError with its place in the manifest."""
     try:
-        return _adapter(declared).validate_python(raw)
-    except ValidationError as e:
-        message, hint = f"expected {declared.expected}, not {_show(raw)}", declared.hint
-        raise UsageError(f"{place}: {message}" if place else message, hint=hint) from e
+        yield
     except UsageError as e:
-        separator = ": " if place and not e.message.startswith(".") else ""
-        raise UsageError(f"{place}{separator}{e.message}", hint=e.hint) from e
+        separator = "" if not place or e.message.startswith(("[", ".")) else ": "
+        raise UsageError(f"{place}{separator}{e.message}", hint=e.hint, details=e.details) from e
 
 
 def manifest_schema() -> dict[str, Any]:

@@ -21,11 +21,9 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import (
-    ConvertResult,
     JobEstimate,
     JobOutcome,
     PartResult,
-    PlanResult,
     SourceRecord,
 )
 from lpconv.results.documents import fields_from
@@ -45,30 +43,12 @@ class JobRunner:
     plan: Callable[[BatchJob], JobOutcome]
 
 
-def conversion_outcome(result: ConvertResult) -> JobOutcome:
-    """The outcome of a conversion."""
-    return JobOutcome(
-        source=result.source,
-        files=result.files,
-        bytes=result.bytes,
-        verify=result.verify,
-        warnings=result.warnings,
-        versions=result.versions,
-    )
-
-
-def plan_outcome(plan: PlanResult) -> JobOutcome:
-    """The outcome of planning a conversion."""
-    estimate = JobEstimate(**fields_from(JobEstimate, plan))
-    return JobOutcome(source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
-
-
 def _convert(job: BatchJob, progress: Progress, *, from_parts: bool = False) -> JobOutcome:
     from lpconv.convert import run
 
     assert isinstance(job.options, ConvertOptions)
     convert = run.finish if from_parts else run.convert
-    return conversion_outcome(convert(job.model, job.output, job.options, progress=progress))
+    return JobOutcome(**fields_from(JobOutcome, convert(job.model, job.output, job.options, progress=progress)))
 
 
 def write_part(job: BatchJob, part: Part, *, entry: LockEntry | None, resume: bool, progress: Progress) -> PartResult:
@@ -85,7 +65,9 @@ def _plan_conversion(job: BatchJob) -> JobOutcome:
     from lpconv.convert.run import plan
 
     assert isinstance(job.options, ConvertOptions)
-    return plan_outcome(plan(job.model, job.output, job.options))
+    planned = plan(job.model, job.output, job.options)
+    estimate = JobEstimate(**fields_from(JobEstimate, planned))
+    return JobOutcome(**fields_from(JobOutcome, planned), estimate=estimate)
 
 
 def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:

@@ -111,7 +111,7 @@ def json_line(record: Any) -> str:
 
 def fields_from(base: type, record: Any) -> dict[str, Any]:
     """Return the fields that `record` shares with `base`, by name, to build another record that extends `base`."""
-    return {f.name: getattr(record, f.name) for f in dataclasses.fields(base)}
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(base) if hasattr(record, f.name)}
 
 
 def from_json(cls: type[T], data: Any) -> T:

@@ -15,7 +15,7 @@ from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
-from lpconv.batch.runners import JobRunner, conversion_outcome, plan_outcome
+from lpconv.batch.runners import JobRunner
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import final_error
 from lpconv.errors import (
@@ -37,6 +37,7 @@ from lpconv.results import (
     ByteCounts,
     ConvertResult,
     FileRecord,
+    JobEstimate,
     PlanResult,
     RatioRecord,
     SourceRecord,
@@ -47,6 +48,7 @@ from lpconv.results import (
     to_json,
 )
 from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult, JobOutcome, JobResult
+from lpconv.results.documents import fields_from
 from tests.helpers.report_examples import blocks_of, section_of, verdict_of
 
 
@@ -105,10 +107,12 @@ class Engine:
     @property
     def runners(self) -> dict[str, JobRunner]:
         def run(job: BatchJob, progress: Progress) -> JobOutcome:
-            return conversion_outcome(self.convert(job.model, job.output, options_of(job)))
+            return JobOutcome(**fields_from(JobOutcome, self.convert(job.model, job.output, options_of(job))))
 
         def look(job: BatchJob) -> JobOutcome:
-            return plan_outcome(self.plan(job.model, job.output, options_of(job)))
+            planned = self.plan(job.model, job.output, options_of(job))
+            estimate = JobEstimate(**fields_from(JobEstimate, planned))
+            return JobOutcome(**fields_from(JobOutcome, planned), estimate=estimate)
 
         return {"convert": JobRunner(run=run, plan=look)}
 
