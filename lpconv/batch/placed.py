@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lpconv.batch.kinds import KINDS, BatchJob
 from lpconv.batch.options import BatchOptions
@@ -20,7 +20,7 @@ from lpconv.errors import InterruptedRunError, LpconvError, UnsupportedError, fr
 from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
 from lpconv.results import from_json, to_json
-from lpconv.results.batch import FAILED, NOT_RUN, BatchResult, JobError, JobResult
+from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
 
 _MAX_LOST = 3  # machines that may be lost during one task
 
@@ -93,17 +93,6 @@ def stops_batch(failure: BaseException, keep_going: bool) -> bool:
     return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)
 
 
-class BatchEvents(Protocol):
-    """Callbacks for the progress of a batch. `index` counts from 0."""
-
-    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
-
-    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
-
-    def batch_finished(self, result: BatchResult) -> None:
-        """Called once before `run_batch` returns or raises, whether or not jobs failed."""
-
-
 def _needs_of(job: BatchJob, executor: Executor) -> Needs:
     """Resources for a job: from the manifest, or else an equal share. A bench gets all cores of a machine."""
     largest = Needs(cpus=max(m.cpus for m in executor.machines), memory=max(m.memory for m in executor.machines))
@@ -153,10 +142,9 @@ class Schedule:
         *,
         begin: Callable[[BatchJob], JobResult | None],
         progress: Progress,
-        events: BatchEvents,
     ) -> None:
         self._manifest, self._jobs, self._executor, self._begin_job = manifest, jobs, executor, begin
-        self._options, self._progress, self._events = options, progress, events
+        self._options, self._progress = options, progress
         self._waiting = list(jobs)
         self._steps: list[_Step] = []  # ready to run
         self._running: dict[Future[Answer], _Step] = {}
@@ -205,7 +193,7 @@ class Schedule:
         if lacking := [r.id for r in ended if r.status in (FAILED, NOT_RUN)]:
             self._results[job.id] = job_result(job, NOT_RUN, warnings=(f"it needs {', '.join(lacking)}",))
             return
-        self._events.job_started(job, self._jobs.index(job), len(self._jobs))
+        self._report(job.id)
         started = time.monotonic()
         try:
             done = self._begin_job(job)
@@ -284,5 +272,10 @@ class Schedule:
         if result.id not in self._results:
             self._results[result.id] = result
             self._failure = error or self._failure
-            index = [job.id for job in self._jobs].index(result.id)
-            self._events.job_finished(result, index, len(self._jobs))
+            self._report(result.id, f": {result.status}")
+
+    def _report(self, job_id: str, status: str = "") -> None:
+        """Report the beginning of a job, or its end with its status."""
+        ids, ended = [job.id for job in self._jobs], [r for r in self._results.values() if r.status != NOT_RUN]
+        self._progress.start("batch", len(ids), unit="jobs", done=len(ended))
+        self._progress.message(f"[{ids.index(job_id) + 1}/{len(ids)}] {job_id}{status}")

@@ -1,7 +1,7 @@
 """Run the jobs of a manifest. The runners are passed in, so this module does not import torch."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from lpconv.batch.lock import (
 )
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
-from lpconv.batch.placed import BatchEvents, Schedule, job_result, stops_batch
+from lpconv.batch.placed import Schedule, job_result, stops_batch
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
@@ -30,16 +30,6 @@ from lpconv.results.batch import DONE, PLANNED, UP_TO_DATE, BatchResult, JobFind
 from lpconv.results.documents import fields_from
 
 _ALL_JOBS = BatchOptions()
-
-
-class SilentEvents:
-    """Callbacks that do nothing."""
-
-    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
-
-    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
-
-    def batch_finished(self, result: BatchResult) -> None: ...
 
 
 class JobsFailedError(BatchError):
@@ -61,7 +51,7 @@ def run_batch(
     options: BatchOptions = _ALL_JOBS,
     *,
     progress: Progress | None = None,
-    events: BatchEvents | None = None,
+    on_result: Callable[[BatchResult], object] = lambda result: None,
     executor: Executor | None = None,
 ) -> BatchResult:
     """Run the jobs in order, each with the runner of its kind, and update the lock file after every job.
@@ -73,9 +63,8 @@ def run_batch(
 
     After a failure the batch stops and raises that job's error. With `keep_going` it runs the remaining jobs, except
     those that need a failed one, and raises JobsFailedError. An interruption always stops it. In each case
-    `events.batch_finished` receives the result first.
+    `on_result` receives the result first.
     """
-    events = events or SilentEvents()
     jobs = select_jobs(manifest, options.only)
     reads_lock = options.locked or options.dry_run
     lock = read_lock(manifest.lock_path) if reads_lock else begin_lock(manifest.lock_path)
@@ -85,7 +74,7 @@ def run_batch(
     batch_run = _BatchRun(manifest, lock or Lock(), runners, options, progress)
     place = None if options.dry_run else executor
     begin = batch_run.run_job if place is None else batch_run.known_result
-    schedule = Schedule(manifest.path, jobs, place, options, begin=begin, progress=progress, events=events)
+    schedule = Schedule(manifest.path, jobs, place, options, begin=begin, progress=progress)
     try:
         results, failure = schedule.run()
     finally:
@@ -93,7 +82,7 @@ def run_batch(
             place.close()
     seconds = time.monotonic() - started
     batch = BatchResult(manifest=str(manifest.path), dry_run=options.dry_run, seconds=seconds, jobs=results)
-    events.batch_finished(batch)
+    on_result(batch)
     if failure is None:
         return batch
     raise failure if stops_batch(failure, options.keep_going) else JobsFailedError(batch)

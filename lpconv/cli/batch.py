@@ -12,37 +12,21 @@ from lpconv.errors import UsageError
 from lpconv.options import check
 
 if TYPE_CHECKING:
-    from lpconv.batch.kinds import BatchJob
     from lpconv.batch.manifest import Manifest
     from lpconv.batch.task import Executor
     from lpconv.progress import Progress
-    from lpconv.results import BatchResult, JobResult
+    from lpconv.results import BatchResult
 
 
-class _Events:
-    """Report each job on stderr; write the JUnit file and the table at the end, even if jobs failed."""
+def _show(result: "BatchResult", junit: str | None, *, json: bool) -> None:
+    """Write the JUnit file and print the table, also if jobs failed."""
+    from lpconv.report.batch import batch_document, junit_xml
+    from lpconv.storage.partfile import write_small
 
-    def __init__(self, progress: "Progress", junit: str | None, as_json: bool) -> None:
-        self._progress, self._junit, self._json = progress, junit, as_json
-        self._finished = 0
-
-    def job_started(self, job: "BatchJob", index: int, total: int) -> None:
-        self._progress.start("batch", total, unit="jobs", done=self._finished)
-        self._progress.message(f"[{index + 1}/{total}] {job.id}")
-
-    def job_finished(self, result: "JobResult", index: int, total: int) -> None:
-        self._finished += 1
-        self._progress.start("batch", total, unit="jobs", done=self._finished)
-        self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
-
-    def batch_finished(self, result: "BatchResult") -> None:
-        from lpconv.report.batch import batch_document, junit_xml
-        from lpconv.storage.partfile import write_small
-
-        if self._junit is not None:
-            write_small(Path(self._junit), junit_xml(result))
-        if not self._json:  # with --json one document is printed at the end, for the result or an error
-            print_result(result, batch_document, json=False)
+    if junit is not None:
+        write_small(Path(junit), junit_xml(result))
+    if not json:  # with --json one document is printed at the end, for the result or an error
+        print_result(result, batch_document, json=False)
 
 
 def _print_schema(wanted: bool) -> None:
@@ -102,7 +86,7 @@ def batch(
             FINISHING if options.finish else RUNNERS,
             options,
             progress=progress,
-            events=_Events(progress, options.junit, json),
+            on_result=lambda result: _show(result, options.junit, json=json),
             executor=None if options.dry_run else _executor(loaded, options, progress=progress, quiet=quiet),
         )
     if json:

@@ -14,7 +14,7 @@ from lpconv.batch.kinds import BatchJob
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
-from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
+from lpconv.batch.run import JobsFailedError, run_batch
 from lpconv.batch.runners import JobRunner
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import final_error
@@ -28,7 +28,7 @@ from lpconv.errors import (
 )
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.plan.options import ConvertOptions
-from lpconv.progress import Progress
+from lpconv.progress import Progress, Silent
 from lpconv.report.batch import batch_document, junit_xml
 from lpconv.report.document import Table
 from lpconv.results import (
@@ -47,7 +47,7 @@ from lpconv.results import (
     json_text,
     to_json,
 )
-from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult, JobOutcome, JobResult
+from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult, JobOutcome
 from lpconv.results.documents import fields_from
 from tests.helpers.report_examples import blocks_of, section_of, verdict_of
 
@@ -127,17 +127,14 @@ def options_of(job: BatchJob) -> ConvertOptions:
 
 
 @dataclass
-class Recorder(SilentEvents):
+class Recorder(Silent):
     log: list[str] = field(default_factory=list)
     result: BatchResult | None = None
 
-    def job_started(self, job: BatchJob, index: int, total: int) -> None:
-        self.log.append(f"{index + 1}/{total} {job.id}")
+    def message(self, text: str) -> None:
+        self.log.append(text)
 
-    def job_finished(self, result: JobResult, index: int, total: int) -> None:
-        self.log.append(result.status)
-
-    def batch_finished(self, result: BatchResult) -> None:
+    def keep(self, result: BatchResult) -> None:
         self.result = result
 
 
@@ -167,10 +164,10 @@ def statuses(result: BatchResult) -> list[str]:
 class TestRunning:
     def test_all_jobs_run_in_order(self, tmp_path: Path) -> None:
         engine, events = Engine(), Recorder()
-        result = run_batch(write_manifest(tmp_path), engine.runners, events=events)
+        result = run_batch(write_manifest(tmp_path), engine.runners, progress=events, on_result=events.keep)
         assert engine.ran == ["a", "b", "c"]
         assert statuses(result) == ["converted"] * 3
-        assert events.log == ["1/3 a", "converted", "2/3 b", "converted", "3/3 c", "converted"]
+        assert events.log == [f"[{i}/3] {job}{end}" for i, job in enumerate("abc", 1) for end in ("", ": converted")]
         assert events.result == result
         assert from_json(BatchResult, json.loads(json.dumps(to_json(result)))) == result
 
@@ -208,7 +205,7 @@ class TestFailures:
         error = ResourceError("no room", hint="buy some")
         engine, events = Engine(failures={"b": error}), Recorder()
         with pytest.raises(ResourceError) as caught:
-            run_batch(write_manifest(tmp_path), engine.runners, events=events)
+            run_batch(write_manifest(tmp_path), engine.runners, progress=events, on_result=events.keep)
         assert caught.value is error
         assert engine.ran == ["a", "b"]
         assert events.result is not None
@@ -236,7 +233,13 @@ class TestFailures:
     ) -> None:
         engine, events = Engine(failures={"a": error}), Recorder()
         with pytest.raises(type(error)):
-            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True), events=events)
+            run_batch(
+                write_manifest(tmp_path),
+                engine.runners,
+                BatchOptions(keep_going=True),
+                progress=events,
+                on_result=events.keep,
+            )
         assert engine.ran == ["a"]
         assert events.result is not None
         assert statuses(events.result) == ["failed", NOT_RUN, NOT_RUN]
@@ -385,7 +388,7 @@ class TestKinds:
     def test_a_gate_that_fails_ends_with_its_own_code_and_is_judged_again(self, tmp_path: Path) -> None:
         bench, events = Bench(speedup=0.5), Recorder()
         with pytest.raises(VerificationError, match="speedup") as caught:
-            run_batch(write_mixed(tmp_path), bench.runners(Engine()), events=events)
+            run_batch(write_mixed(tmp_path), bench.runners(Engine()), progress=events, on_result=events.keep)
         assert caught.value.exit_code == 5
         assert events.result is not None
         assert "<failure" in junit_xml(events.result)
@@ -526,7 +529,7 @@ def mixed(tmp_path: Path) -> BatchResult:
     run_batch(manifest, engine.runners, BatchOptions(only=("a",)))
     events = Recorder()
     with pytest.raises(VerificationError):
-        run_batch(manifest, engine.runners, BatchOptions(resume=True), events=events)
+        run_batch(manifest, engine.runners, BatchOptions(resume=True), progress=events, on_result=events.keep)
     assert events.result is not None
     return events.result
 
