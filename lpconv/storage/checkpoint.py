@@ -21,7 +21,7 @@ from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import check_inside, find_ignored, find_side_files, find_weights, read_config, read_json
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo, read_header
 from lpconv.storage.place import open_regular, read_error, sha256_of
-from lpconv.storage.remote import is_url
+from lpconv.storage.remote import changed_error, is_url
 from lpconv.storage.resolve import Resolved, check_promises, resolve
 from lpconv.storage.staging import check_apart
 
@@ -167,11 +167,7 @@ class Watch:
         """Raise InputError for the first file that has changed since."""
         for name, before in self.seen.items():
             if _file_state(self.directory / name) != before:
-                raise InputError(
-                    f"`{self.directory / name}` changed while it was read",
-                    hint="wait until nothing writes to it, and run again with --force",
-                    details={"file": name},
-                )
+                raise changed_error(self.directory / name, file=name)
 
 
 def _file_state(path: Path) -> tuple[int, int, int, str]:

@@ -14,10 +14,10 @@ import struct
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lpconv.errors import InputError, UnreadError
-from lpconv.storage.remote import RemoteFile
+from lpconv.storage.remote import RemoteFile, shorter_error
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than their pointer
 MAX_SMALL_BYTES = 256 * 2**20  # of JSON and other files that are read whole
@@ -28,25 +28,15 @@ _MARK = b'{"lpconv_remote": '
 _PREFIX = struct.Struct("<Q")
 
 
-class RangedFile(Protocol):
-    """An open file: read from any thread, close once."""
-
-    size_bytes: int
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Raises InputError if that fails, or if the file is shorter."""
-
-    def close(self) -> None: ...
-
-
 class LocalFile:
-    """A file on this machine."""
+    """An open file on this machine: read from any thread, close once."""
 
     def __init__(self, path: Path) -> None:
         self._name, self._fd = path.name, open_regular(path, os.O_RDONLY)
         self.size_bytes = os.fstat(self._fd).st_size
 
     def read_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on. Raises InputError if that fails, or if the file is shorter."""
         done = 0
         while done < len(out):
             try:
@@ -54,10 +44,7 @@ class LocalFile:
             except OSError as e:
                 raise UnreadError(f"reading `{self._name}` failed: {e.strerror}", hint="check the disk") from e
             if count == 0:
-                raise InputError(
-                    f"`{self._name}` became shorter while it was read",
-                    hint="wait until nothing writes to it, and run again",
-                )
+                raise shorter_error(self._name)
             done += count
 
     def close(self) -> None:
@@ -75,7 +62,7 @@ def open_regular(path: str | Path, flags: int) -> int:
     return descriptor
 
 
-def open_file(path: Path) -> RangedFile:
+def open_file(path: Path) -> LocalFile | RemoteFile:
     """Open a file, or the remote object that it points to. Raises OSError if that fails."""
     pointer = _pointer_in(path)
     return LocalFile(path) if pointer is None else RemoteFile(size_bytes=path.stat().st_size, **pointer)

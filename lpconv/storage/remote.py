@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
@@ -108,7 +108,7 @@ def store_at(url: str) -> Any:
     client: dict[str, Any] = {"allow_http": is_plain, "read_timeout": _STALLED, "timeout": _WHOLE}
     if parts.scheme in ("http", "https") and (why := why_unreachable(url)):  # obstore would retry for ten seconds
         raise InputError(f"cannot read `{url}`: {why}", hint="check the URL and the network")
-    with _remote_errors(url):
+    with remote_errors(url):
         if parts.scheme == "hf":
             url, headers = files_url(*hub_names(url))
             client |= {"default_headers": headers, "allow_http": url.startswith("http:")}
@@ -121,7 +121,7 @@ def store_at(url: str) -> Any:
 
 def listing(url: str) -> list[RemoteObject]:
     """All objects below a URL except empty ones that stand for folders, sorted by name. The store must be listable."""
-    with _remote_errors(url):
+    with remote_errors(url):
         objects = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
     folders = {"", *(str(folder) for o in objects for folder in PurePosixPath(o.name).parents)}
     return sorted((o for o in objects if o.size_bytes or o.name not in folders), key=lambda o: o.name)
@@ -129,7 +129,7 @@ def listing(url: str) -> list[RemoteObject]:
 
 def head(url: str, name: str) -> RemoteObject | None:
     """Metadata of one object, or None if it does not exist."""
-    with _remote_errors(url, name), suppress(FileNotFoundError):
+    with remote_errors(url, name), suppress(FileNotFoundError):
         try:
             return _object(store_at(url).head(name), name)
         except FileNotFoundError as e:
@@ -152,15 +152,13 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
     options: dict[str, Any] = {"if_match": e_tag} if e_tag is not None and e_tag.startswith('"') else {}
     if span is not None:
         options["range"] = span
-    with _remote_errors(url, name):
+    with remote_errors(url, name):
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
     if e_tag not in (None, _object(answer.meta, name).e_tag):  # some servers ignore the condition
-        raise _changed_error(f"{url}/{name}")
+        raise changed_error(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
-        raise InputError(
-            f"`{url}/{name}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
-        )
+        raise shorter_error(f"{url}/{name}")
     return data
 
 
@@ -168,7 +166,7 @@ def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObje
     """Write a small object. With `create`, returns None if it already exists. Raises ResourceError."""
     import obstore.exceptions as raised
 
-    with _remote_errors(url, name, writing=True):
+    with remote_errors(url, name, writing=True):
         try:
             store_at(url).put(name, data, mode="create" if create else "overwrite")
         except raised.AlreadyExistsError:
@@ -180,7 +178,7 @@ def delete(url: str, names: Sequence[str]) -> None:
     """Delete objects in this order, ignoring missing ones. Raises ResourceError."""
     for name in names:  # one by one, to keep the order
         # Another writer may have deleted it. S3 ignores that; other stores report an error.
-        with _remote_errors(url, name, writing=True), suppress(FileNotFoundError):
+        with remote_errors(url, name, writing=True), suppress(FileNotFoundError):
             store_at(url).delete(name)
 
 
@@ -193,30 +191,16 @@ def _part_bytes(size_bytes: int) -> int:
     return max(_PART, size_bytes // _MOST_PARTS)
 
 
-class Upload:
-    """A large object, sent in parts as it is written. It exists once it is closed."""
+def open_writer(url: str, name: str, size_bytes: int) -> Any:
+    """A writer that sends a large object in parts as it is written. The object exists once the writer is closed."""
+    import obstore
 
-    def __init__(self, url: str, name: str, size_bytes: int) -> None:
-        import obstore
-
-        part = _part_bytes(size_bytes)
-        self._errors = functools.partial(_remote_errors, url, name, writing=True)
-        with self._errors():
-            self._writer = obstore.open_writer(store_at(url), name, buffer_size=part, max_concurrency=_AT_A_TIME)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Send the next bytes. Raises ResourceError."""
-        with self._errors():
-            self._writer.write(bytes(data))  # copied, since obstore keeps it and callers reuse buffers
-
-    def close(self) -> None:
-        """Complete the upload, which creates the object. Raises ResourceError."""
-        with self._errors():
-            self._writer.close()
+    part = _part_bytes(size_bytes)
+    return obstore.open_writer(store_at(url), name, buffer_size=part, max_concurrency=_AT_A_TIME)
 
 
 @contextmanager
-def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterator[None]:
+def remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterator[None]:
     """Convert obstore's exceptions to lpconv errors, without anything that may be a secret."""
     import obstore.exceptions as raised
 
@@ -224,14 +208,21 @@ def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterat
     try:
         yield
     except raised.PreconditionError as e:
-        raise _changed_error(where) from e
+        raise changed_error(where) from e
     except (raised.BaseError, OSError, ValueError) as e:
         raise _transfer_error(e, where, writing) from e
 
 
-def _changed_error(where: str) -> InputError:
+def changed_error(where: Path | str, **details: str) -> InputError:
+    """Error for a file or object that changed between two reads."""
+    hint = "wait until nothing writes to it, and run again with --force"
+    return InputError(f"`{where}` changed while it was read", hint=hint, details=details)
+
+
+def shorter_error(where: str) -> InputError:
+    """Error for a file or object that has lost its end since it was opened."""
     return InputError(
-        f"`{where}` changed while it was read", hint="wait until nothing writes to it, and run again with --force"
+        f"`{where}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
     )
 
 

@@ -11,6 +11,7 @@ it writes anything more: small files are created, and are replaced only while th
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
@@ -22,7 +23,18 @@ from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceEr
 from lpconv.results import FileRecord
 from lpconv.storage.partfile import PartFile
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.storage.remote import UNFINISHED, RemoteObject, Upload, check_url, delete, fetch, head, listing, put
+from lpconv.storage.remote import (
+    UNFINISHED,
+    RemoteObject,
+    check_url,
+    delete,
+    fetch,
+    head,
+    listing,
+    open_writer,
+    put,
+    remote_errors,
+)
 from lpconv.storage.staging import JOURNAL, MARKER, SUMS, Staging, check_no_foreign, check_same_run
 
 _CLAIM = f"{UNFINISHED}run.json"
@@ -186,7 +198,9 @@ class _Upload(PartFile):
     def __init__(self, staging: RemoteStaging, name: str, size_bytes: int) -> None:
         self._staging, self._name, self._size = staging, name, size_bytes
         self._hash, self._hashed = hashlib.sha256(), 0
-        self._writer = Upload(staging.url, name, size_bytes)
+        self._errors = functools.partial(remote_errors, staging.url, name, writing=True)
+        with self._errors():
+            self._writer = open_writer(staging.url, name, size_bytes)
 
     def append(self, data: bytes | memoryview) -> None:
         self.digest(data)
@@ -197,12 +211,14 @@ class _Upload(PartFile):
     def digest(self, data: bytes | memoryview) -> None:
         self._hash.update(data)
         self._hashed += memoryview(data).nbytes
-        self._writer.write(data)
+        with self._errors():
+            self._writer.write(bytes(data))  # copied, since obstore keeps it and callers reuse buffers
 
     def finish(self) -> FileRecord:
         assert self._hashed == self._size, (self._name, self._hashed, self._size)
         self._staging.check_alone()
-        self._writer.close()
+        with self._errors():
+            self._writer.close()  # which creates the object
         uploaded = head(self._staging.url, self._name)
         if uploaded is None or uploaded.size_bytes != self._size:
             raise ResourceError(

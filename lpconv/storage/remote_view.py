@@ -142,26 +142,22 @@ def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: 
 def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
     """Write an object's bytes, or a pointer to it, under its modification time; the file appears by a rename.
 
-    The temporary file is outside of the view: if a process is killed, a file left in the view would count as part of
+    The temporary folder is outside of the view: if a process is killed, a file left in the view would count as part of
     the checkpoint.
     """
     path = view / o.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=view.parent, prefix=".fetching-")
-        os.close(handle)
-        try:
+        with tempfile.TemporaryDirectory(dir=view.parent, prefix=".fetching-") as folder:
+            temporary = Path(folder) / "object"
             is_read_there = o.name.endswith(".safetensors") and not MODULE_WEIGHTS.fullmatch(o.name)
             if is_read_there and not whole and o.size_bytes >= MIN_POINTER_BYTES:
-                write_pointer(Path(temporary), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
+                write_pointer(temporary, o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
             else:
-                _copy_object(url, o, Path(temporary))
-            os.chmod(temporary, 0o644)
+                _copy_object(url, o, temporary)
+            temporary.chmod(0o644)
             os.utime(temporary, ns=(o.modified_ns, o.modified_ns))
             os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
     except OSError as e:
         raise write_error(e, path) from e
 

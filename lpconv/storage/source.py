@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, check_name
-from lpconv.storage.place import RangedFile, open_file, read_error
+from lpconv.storage.place import LocalFile, open_file, read_error
+from lpconv.storage.remote import RemoteFile, shorter_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ class SafetensorsSource:
     """The weight files of one checkpoint, except pickles; headers are checked on opening."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._files: dict[str, tuple[RangedFile, Header]] = {}
+        self._files: dict[str, tuple[LocalFile | RemoteFile, Header]] = {}
         self.entries: dict[str, TensorEntry] = {}
         try:
             for name in checkpoint.weight_files:
@@ -126,9 +127,7 @@ class TorchSource:
         except OSError as e:
             raise read_error(e, path) from e
         if left < size:  # reading beyond the end of a mapped file kills the process
-            raise InputError(
-                f"`{path.name}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
-            )
+            raise shorter_error(path.name)
         raw = self._tensors[name].view(torch.uint8)[start : start + len(out)]
         out[:] = raw.numpy().data
 
