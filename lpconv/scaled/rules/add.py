@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _EPSILON = 2.0**-9  # above any usual epsilon
 
 
-def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
+def at_scale(data: Any, scale: Scale, target: Scale) -> Any:
     """`data` in units of `target` instead of `scale`; numbers become fp64 tensors if a scale is dynamic."""
     factor = ratio(scale, target)
     if isinstance(data, Tensor):
@@ -43,7 +43,7 @@ def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:
     """The data of two operands at the larger of their scales, and that scale."""
     (data_a, scale_a), (data_b, scale_b) = _addends(a, b)
     scale = larger_scale(scale_a, scale_b)
-    return _at_scale(data_a, scale_a, scale), _at_scale(data_b, scale_b, scale), scale
+    return at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale), scale
 
 
 def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
@@ -83,7 +83,7 @@ def _weighted_sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
         exchangeable = a.shape != b.shape or a.stride() == b.stride()
         if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_b == 1.0 and exchangeable:
             return torch.add(b, a, alpha=factor_a)
-    return _at_scale(a, factor_a, 1.0) + _at_scale(b, factor_b, 1.0)
+    return at_scale(a, factor_a, 1.0) + at_scale(b, factor_b, 1.0)
 
 
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
@@ -122,7 +122,7 @@ def _common_scale(pieces: list[Any]) -> Scale:
 def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
     """cat and stack of d_i·s_i/s at s = max s_i; empty pieces do not count."""
     scale = _common_scale(pieces)
-    return Scaled(call.op([_at_scale(*p, scale) for p in _addends(*pieces)], *args), scale)
+    return Scaled(call.op([at_scale(*p, scale) for p in _addends(*pieces)], *args), scale)
 
 
 def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
@@ -183,23 +183,14 @@ def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: 
 
 
 def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """(clamp(d, low/s, high/s), s), finite bounds stay finite; needs a static scale."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
-    x = with_nonzero_scale(x)
-    if isinstance(x.scale, Tensor):
-        return Scaled(aten.clamp(value(x), low, high).to(x.data.dtype), 1.0, x.role)
-    bounds = [None if v is None else fill_value(x, v) for v in (low, high)]
-    return x.with_data(aten.clamp(x.data, *bounds))
-
-
-def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """`_clamp` with plain tensors as bounds."""
+    """(clamp(d, low/s, high/s), s), finite bounds stay finite; numbers as bounds need a static scale."""
     if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)
-    bounds = [None if b is None else in_units_of(b, x) for b in (low, high)]
-    return x.with_data(aten.clamp(x.data, *bounds))
+    if isinstance(x.scale, Tensor) and not isinstance(low, Tensor) and not isinstance(high, Tensor):
+        return Scaled(aten.clamp(value(x), low, high).to(x.data.dtype), 1.0, x.role)
+    at_x = [b if b is None else in_units_of(b, x) if isinstance(b, Tensor) else fill_value(x, b) for b in (low, high)]
+    return x.with_data(aten.clamp(x.data, *at_x))
 
 
 RULES: dict[Any, Rule] = {
@@ -225,7 +216,7 @@ RULES: dict[Any, Rule] = {
     aten.clamp.default: _clamp,
     aten.hardtanh.default: _clamp,
     aten.clamp_min.default: _clamp,
-    aten.clamp_min.Tensor: _clamp_tensor,
+    aten.clamp_min.Tensor: _clamp,
     aten.clamp_max.default: lambda call, x, high: _clamp(call, x, None, high),
-    aten.clamp.Tensor: _clamp_tensor,
+    aten.clamp.Tensor: _clamp,
 }

@@ -78,16 +78,6 @@ def fill_value(x: Scaled, fill: float) -> float:
     return fill if math.isinf(fill) else min(max(fill / x.scale, -limit), limit)
 
 
-def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled:
-    """(pad(d, fill/s), s); under a dynamic scale a fill other than 0 gives (pad(value, fill), 1)."""
-    if fill == 0:
-        return x.with_data(call.op(x.data, padding, 0.0))
-    x = with_nonzero_scale(x)
-    if isinstance(x.scale, Tensor):
-        return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, padding, fill_value(x, fill)))
-
-
 def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
     """(masked_fill(d, fill/s), s): the tensor keeps its scale for any mask constant."""
     if not isinstance(x, Scaled) or isinstance(fill, Scaled):
@@ -104,16 +94,17 @@ def _unchanged(call: Call, x: Scaled) -> Scaled:
     return x
 
 
-def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> Any:
-    """(scatter(d, fill/s), s); under a dynamic scale a fill other than 0 gives (scatter(value, fill), 1)."""
+def _insert_number(call: Call, x: Any, *places_and_fill: Any) -> Any:
+    """(op(d, …, fill/s), s); under a dynamic scale a fill other than 0 gives (op(value, …, fill), 1)."""
     if not isinstance(x, Scaled):
         return NotImplemented
+    *places, fill = places_and_fill
     if fill == 0:
-        return x.with_data(call.op(x.data, dim, index, 0.0))
+        return x.with_data(call.op(x.data, *places, 0.0))
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
-        return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, dim, index, fill_value(x, float(fill))))
+        return Scaled(call.op(value(x), *places, fill).to(x.data.dtype), 1.0)
+    return x.with_data(call.op(x.data, *places, fill_value(x, float(fill))))
 
 
 def _variance(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
@@ -151,8 +142,8 @@ SUMS = (
 )
 
 RULES: dict[Any, Rule] = {
-    aten.scatter.value: _scatter_number,
-    aten.index_fill.int_Scalar: _scatter_number,
+    aten.scatter.value: _insert_number,
+    aten.index_fill.int_Scalar: _insert_number,
     aten.var.correction: _variance,
     aten._conj.default: _conjugate,
     aten._neg_view.default: _conjugate,
@@ -163,7 +154,7 @@ RULES: dict[Any, Rule] = {
     aten.alias.default: _unchanged,
     aten._to_copy.default: _to_copy,
     aten.embedding.default: _embedding,
-    aten.constant_pad_nd.default: _pad,
+    aten.constant_pad_nd.default: lambda call, x, padding, fill=0.0: _insert_number(call, x, padding, fill),
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
     aten.max.dim: with_indices,

@@ -22,6 +22,7 @@ import lpconv.scaled.rules.nonlinear as nonlinear
 from lpconv.errors import UnsupportedError
 from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Call, Rule, Scaled, move_factor, pair, value
+from lpconv.scaled.rules.add import at_scale
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, multiply, ratio, times
 
@@ -156,7 +157,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
         scale = scale_b
     else:
         scale = math.hypot(_as_static(scale_a), _as_static(scale_b))
-    return Scaled(_at(data_a, ratio(scale_a, scale)) + _at(data_b, ratio(scale_b, scale)), scale or 1.0)
+    return Scaled(at_scale(data_a, scale_a, scale) + at_scale(data_b, scale_b, scale), scale or 1.0)
 
 
 def _is_size_of_sum(x: Any, other: Any) -> bool:
@@ -170,10 +171,6 @@ def _is_vector(x: Scaled) -> bool:
     return x.role.is_stored and x.data.dim() == 1
 
 
-def _at(data: Any, factor: Scale) -> Any:
-    return times(data, factor) if isinstance(data, Tensor) else data * factor
-
-
 def _as_static(scale: Scale) -> float:
     assert isinstance(scale, float), "native scales are static"
     return scale
@@ -182,7 +179,7 @@ def _as_static(scale: Scale) -> float:
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     """`_add` with b negated; subtracting a statistic of a, such as its mean, keeps the scale of a."""
     if isinstance(a, Scaled) and isinstance(b, Scaled) and b.data.numel() < a.data.numel():
-        return Scaled(a.data - _at(b.data, ratio(multiply(b.scale, float(alpha)), a.scale)), a.scale)
+        return Scaled(a.data - at_scale(b.data, multiply(b.scale, float(alpha)), a.scale), a.scale)
     return _add(call, a, b, alpha=-alpha)
 
 
@@ -205,9 +202,8 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
     """
     (data_a, scale_a), (data_b, scale_b) = (_position_table(*x) for x in ((a, b), (b, a)))
     if isinstance(data_a, float) or isinstance(data_b, float):
-        return Scaled(
-            _at(data_b, data_a) if isinstance(data_a, float) else _at(data_a, data_b), multiply(scale_a, scale_b)
-        )
+        data = at_scale(data_b, data_a, 1.0) if isinstance(data_a, float) else at_scale(data_a, data_b, 1.0)
+        return Scaled(data, multiply(scale_a, scale_b))
     return Scaled(data_a * data_b, multiply(scale_a, scale_b))
 
 
@@ -267,7 +263,7 @@ def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
     pairs = [pair(p) for p in pieces]
     squares = sum(data.numel() * _as_static(scale) ** 2 for data, scale in pairs)
     size = math.sqrt(squares / max(1, sum(data.numel() for data, _ in pairs)))
-    return Scaled(call.op([_at(data, ratio(scale, size)) for data, scale in pairs], *args), size)
+    return Scaled(call.op([at_scale(data, scale, size) for data, scale in pairs], *args), size)
 
 
 def _scatter(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
@@ -277,8 +273,8 @@ def _scatter(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
     scale = math.hypot(
         _as_static(scale_base), _as_static(scale_values) * math.sqrt(values.numel() / max(1, data.numel()))
     )
-    rest = (*args[:at], _at(values, ratio(scale_values, scale)), *args[at + 1 :])
-    return Scaled(call.op(_at(data, ratio(scale_base, scale)), *rest, **kwargs), scale)
+    rest = (*args[:at], at_scale(values, scale_values, scale), *args[at + 1 :])
+    return Scaled(call.op(at_scale(data, scale_base, scale), *rest, **kwargs), scale)
 
 
 def _among_zeros(grad: Scaled, sizes: list[int], *_: Any) -> float:
