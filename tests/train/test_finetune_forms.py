@@ -28,10 +28,6 @@ from tests.helpers.checkpoints import converted_demo
 
 SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},
-    "scalify": {"method": "scalify", "format": "fp16"},
-    "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
-    "mlx": {"scheme": "MLX_MXFP4"},
-    "rows": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
     "collage": {"method": "collage"},
     "collage exact16": {"method": "collage", "residual": "exact16"},
     "collage fp16": {"method": "collage", "format": "fp16"},
@@ -59,7 +55,7 @@ def _state(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("source", ["unit", "collage exact16", "multipoint"])  # tests/chains has the other forms
+@pytest.mark.parametrize("source", ["unit", "collage exact16", "multipoint"])  # tests/chains has other forms
 def test_every_form_trains_and_what_is_published_opens(
     sources: dict[str, Path], source: str, recipe: str, tmp_path: Path
 ) -> None:
