@@ -16,7 +16,6 @@ from pydantic import Field, WithJsonSchema
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import final_error, read_bench
 from lpconv.errors import UsageError
-from lpconv.methods import LPCONV
 from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options
@@ -56,6 +55,13 @@ def _manifest_fields(record: type[Any]) -> dict[str, Declared]:
     return {name: d for name, d in options_of(record).items() if d.option.only in (None, "manifest")}
 
 
+def _convert_options(settings: dict[str, Any]) -> ConvertOptions:
+    """The options as given; `convert` fills in the others for the checkpoint that it opens."""
+    options = make(ConvertOptions, settings)
+    fill_options(options)  # raises its errors now
+    return options
+
+
 def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:
     options = make(FinetuneOptions, settings)
     check_options(options)
@@ -65,8 +71,8 @@ def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:
 KINDS: dict[str, JobKind] = {
     "convert": JobKind(
         fields=_manifest_fields(ConvertOptions),
-        options=lambda settings: fill_options(make(ConvertOptions, settings)),
-        words=lambda options: f"{options.method if options.layout == LPCONV else options.layout} {options.format}",
+        options=_convert_options,
+        words=lambda o: " ".join(filter(None, (o.scheme, o.method, o.layout, o.format))) or "the default format",
         proof="SHA256SUMS",
         accepts=lambda proof: True,  # an output that fails its gates is not published
         is_exact=True,
@@ -108,7 +114,7 @@ def _read_id(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
+    """One job. `model` is a hub id, an alias or an absolute path.
 
     `needs` are ids of earlier jobs whose outputs this one requires. `cpus`, `gpus` and `memory` (bytes) are reserved
     for the job; `split` is the number of workers that share a conversion.

@@ -15,22 +15,28 @@ from lpconv.batch.run import run_batch
 from lpconv.batch.runners import RUNNERS
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import read_bench
+from lpconv.convert.run import convert
 from lpconv.errors import OutputExistsError, VerificationError
+from lpconv.plan.options import ConvertOptions
 from lpconv.results import BenchResult
 from lpconv.results.batch import UP_TO_DATE
+from lpconv.storage.contents import read_json
 from tests.helpers.checkpoints import files_of
 
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
-    model = tmp_path / "model"
-    model.mkdir()
     torch.manual_seed(0)
-    save_file({"a.weight": torch.randn(64, 32), "a.bias": torch.randn(64)}, model / "model.safetensors")
-    (model / "config.json").write_text("{}")
+    for name, dtype in (("model", torch.float32), ("narrow", torch.bfloat16)):
+        (tmp_path / name).mkdir()
+        weights = {"a.weight": torch.randn(64, 32, dtype=dtype), "a.bias": torch.randn(64, dtype=dtype)}
+        save_file(weights, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
     jobs = [
         {"id": "fp8", "model": "./model", "format": "e4m3fn", "gates": "sqnr>=25"},
         {"id": "pair", "model": "./model", "method": "collage", "verify": "weights"},
+        {"id": "usual", "model": "./narrow"},
+        {"id": "groups", "model": "./narrow", "format": "int4"},
     ]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps({"version": 1, "defaults": {"workers": 1}, "jobs": jobs}))
@@ -39,12 +45,16 @@ def manifest(tmp_path: Path) -> Manifest:
 
 def test_a_batch_runs_resumes_and_repeats_itself(manifest: Manifest) -> None:
     first = run_batch(manifest, RUNNERS)
-    assert [job.status for job in first.jobs] == ["converted"] * 2
+    assert [job.status for job in first.jobs] == ["converted"] * 4
     again = run_batch(manifest, RUNNERS, BatchOptions(resume=True))
-    assert [job.status for job in again.jobs] == [UP_TO_DATE] * 2
+    assert [job.status for job in again.jobs] == [UP_TO_DATE] * 4
+    for name, options in (("usual", ConvertOptions()), ("groups", ConvertOptions(format="int4"))):
+        convert(str(manifest.folder / "narrow"), manifest.folder / name, options)
+        ours, theirs = (read_json(manifest.folder / f / "lpconv.json") for f in (f"out/{name}", name))
+        assert [ours[key] for key in ("options", "files")] == [theirs[key] for key in ("options", "files")]
     (manifest.folder / "out").rename(manifest.folder / "elsewhere")
     locked = run_batch(manifest, RUNNERS, BatchOptions(locked=True))
-    assert [job.status for job in locked.jobs] == ["converted"] * 2
+    assert [job.status for job in locked.jobs] == ["converted"] * 4
 
 
 def test_an_output_without_an_entry_is_taken_over(manifest: Manifest) -> None:
@@ -52,7 +62,7 @@ def test_an_output_without_an_entry_is_taken_over(manifest: Manifest) -> None:
     run_batch(manifest, RUNNERS)
     known, written = read_lock(manifest.lock_path), files_of(manifest.folder / "out")
     manifest.lock_path.unlink()
-    assert [job.status for job in run_batch(manifest, RUNNERS, BatchOptions(resume=True)).jobs] == ["converted"] * 2
+    assert [job.status for job in run_batch(manifest, RUNNERS, BatchOptions(resume=True)).jobs] == ["converted"] * 4
     assert read_lock(manifest.lock_path) == known
     assert files_of(manifest.folder / "out") == written
 

@@ -86,9 +86,6 @@ class TestLanguages:
         assert bert.options == ConvertOptions(
             method="unit",
             format="e4m3fn",
-            layout="lpconv",
-            granularity="tensor",
-            scale="pow2",
             max_memory=4 * 10**9,
             gates=("sqnr>=25",),
             revision="main",
@@ -152,7 +149,7 @@ class TestYamlTraps:
 
     def test_null_takes_the_default_back(self, tmp_path: Path) -> None:
         text = "version: 1\ndefaults: {method: collage, residual: int8}\njobs: [{id: a, model: gpt2, residual: null}]"
-        assert load_manifest(write(tmp_path, text)).jobs[0].options.residual == "bf16"
+        assert load_manifest(write(tmp_path, text)).jobs[0].options.residual is None
 
 
 class TestMistakes:
