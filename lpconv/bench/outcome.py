@@ -81,7 +81,7 @@ def _failure(result: BenchResult) -> LpconvError | None:
     if failed:
         return VerificationError(f"{failed[0].name}: {failed[0].reason}", hint="the other rows were measured and saved")
     if gates := failed_gates(result.gates):
-        return VerificationError(gates, hint="the table shows all measured values")
+        return VerificationError("; ".join(gates), hint="the table shows all measured values")
     if worse:
         return VerificationError(
             f"slower than the older result: {'; '.join(worse)}", hint="the table shows what changed"

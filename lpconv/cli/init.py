@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from lpconv.cli.command import Json, Output, Quiet, output_of, print_result
+from lpconv.data.texts import check_reads_text
+from lpconv.errors import UnsupportedError
 from lpconv.init.options import InitOptions
 
 
@@ -34,6 +36,8 @@ def init(
     from lpconv.cli.progress import progress_for
     from lpconv.init import run
     from lpconv.report.convert import convert_document
+    from lpconv.storage.contents import read_json
+    from lpconv.train.options import OWN_LOOP
 
     target = output_of(output, model, options.method)
     with progress_for(quiet=quiet) as progress:
@@ -43,4 +47,8 @@ def init(
         shares = ", ".join(f"{share:.0%} of {what}" for what, share in result.unit_shares.items())
         print(f"\nTensors with an RMS in [1/2, 2]: {shares}" if shares else "")
         recipe = "native-fp8" if options.method == "native" else "fp32"
-        print(f"To train it: lpconv finetune {target} --recipe {recipe}")
+        try:
+            check_reads_text(read_json(target / "config.json"), hint=OWN_LOOP, allow_pairs=True)
+            print(f"To train it: lpconv finetune {target} --recipe {recipe}")
+        except UnsupportedError as e:
+            print(f"To train it, {e.hint}")

@@ -40,6 +40,7 @@ def inspect(
     from lpconv.report.inspect import inspect_document
     from lpconv.results import to_json
     from lpconv.storage.checkpoint import Checkpoint
+    from lpconv.storage.header import LFS_HINT, is_lfs_pointer
 
     checkpoint = Checkpoint.open(model, revision=revision)
     if stats:
@@ -60,6 +61,8 @@ def inspect(
         print_result(record, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
         mend = "download the checkpoint again" + (", or report it to its author" if record.layout else "")
+        if any(is_lfs_pointer(checkpoint.directory / name) for name in checkpoint.weight_files):
+            mend = LFS_HINT
         hint = mend if record.problems else "only --strict refuses warnings; docs/layouts.md explains them"
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(record))

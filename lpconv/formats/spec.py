@@ -14,7 +14,7 @@ as those of -8 and -128, decode to these values, but rounding never produces the
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
@@ -204,13 +204,15 @@ def spellings(names: Mapping[str, str]) -> dict[str, str]:
     return {spelling: names[f] for spelling, f in SPELLINGS.items() if f in names}
 
 
-def get_format(name: str | Format) -> Format:
+def get_format(name: str | Format, usual: Collection[str] = FORMATS) -> Format:
     """Return the format called `name`, in any case or spelling, or `name` itself if it is a `Format`.
 
-    Raises UsageError, with the nearest known name, if it is unknown.
+    Raises UsageError, with the nearest or all of the `usual` names, if it is unknown.
     """
     if isinstance(name, Format):
         return name
-    if name.casefold() in _MEANT:
-        raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name.casefold()]}?")
-    return find("format", known_name(name, FORMATS, SPELLINGS) or name, FORMATS)
+    meant, known = _MEANT.get(name.casefold()), known_name(name, FORMATS, SPELLINGS)
+    if meant is not None:
+        hint = f"did you mean {meant}?" if meant.split("`")[1] in usual else f"known: {', '.join(usual)}"
+        raise UsageError(f"unknown format `{name}`", hint=hint)
+    return find("format", known or name, FORMATS if known else {n: FORMATS[n] for n in usual})

@@ -38,7 +38,7 @@ _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), 
 _SCHEME_SPELLINGS = spellings(
     {"e4m3fn": "FP8", "e2m1": "NVFP4A16", "int4": "W4A16", "int8": "W8A16", "fp16": "UNIT_FP16", "bf16": "COLLAGE"}
 )
-_METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
+METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 
 
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
@@ -69,7 +69,9 @@ def parse_rule(text: str) -> FormatRule:
     pattern, separator, name = text.rpartition("=")
     if not separator or not pattern:
         raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
-    return FormatRule(pattern=pattern, format="keep" if name.lower() == "keep" else get_format(name).name)
+    return FormatRule(
+        pattern=pattern, format="keep" if name.lower() == "keep" else get_format(name, METHOD_FORMATS).name
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class ConvertOptions:
             "Number format on disk; fp8 is e4m3fn, and fp4 is e2m1",
             default="fp16, but e4m3fn by row for a 16-bit checkpoint without other options; bf16 for collage, int4 for "
             "multipoint",
-            choices=_METHOD_FORMATS,
+            choices=METHOD_FORMATS,
             spellings=SPELLINGS,
             short=("-f", "--element"),
             panel=None,

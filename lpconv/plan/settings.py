@@ -9,6 +9,7 @@ from typing import Any, cast
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, default_grain, get_grain
 from lpconv.formats.spec import FORMATS, Format, get_format
+from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS, STATIC, preset_of
 from lpconv.lookup import find
@@ -18,6 +19,7 @@ from lpconv.options import check, command_words, options_of
 from lpconv.plan.options import (
     FEEDBACK_BITS,
     GPTQ_TOKENS,
+    METHOD_FORMATS,
     NEAREST,
     POINTS_MAX,
     ConvertOptions,
@@ -95,6 +97,12 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
     _check_inputs(options, fmt.name, grain)
     for pattern in options.patterns:
         check_pattern(pattern)
+    compares_none = [g for g in options.gates if options.verify == "none" and needs_logits([CONVERT_GATES.parse(g)])]
+    if compares_none:
+        raise UsageError(
+            f"gate `{compares_none[0]}` compares outputs, and --verify none does not run the models",
+            hint="leave --verify out",
+        )
     return dataclasses.replace(
         options,
         format=fmt.name,
@@ -196,7 +204,7 @@ def _check_search(options: FilledOptions, fmt: Format, grain: Grain | None) -> N
 
 def _usual_granularity(method: Method, format: str | None) -> str:
     """The granularity if none is given: one scale per tensor, or finer for formats that the method writes only so."""
-    fmt = get_format(format) if format is not None and method.has_granularity else None
+    fmt = get_format(format, METHOD_FORMATS) if format is not None and method.has_granularity else None
     return TENSOR if fmt is None or fmt.name in method.formats else default_grain(fmt.name) or TENSOR
 
 

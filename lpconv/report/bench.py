@@ -161,7 +161,7 @@ def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
         text = f"{' and '.join(emulated)} is emulated here, so times say nothing about a GPU that computes it. {text}"
         outcome = "not run"
     if failed := failed_gates(gates):
-        return Verdict(outcome="failed", text=f"{failed}; {text}")
+        return Verdict(outcome="failed", text=f"{'; '.join(failed)}; {text}")
     return Verdict(outcome=outcome, text=text)
 
 

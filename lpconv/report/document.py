@@ -196,9 +196,9 @@ def gates_section(gates: Sequence[GateRecord]) -> Section | None:
     return section(title, Checks(checks=tuple(map(gate_check, gates))), outcome="failed" if failed else "passed")
 
 
-def failed_gates(gates: Sequence[GateRecord]) -> str:
-    """The failed gates with their values; empty if none failed."""
-    return "; ".join(f"gate {g.expression} failed, {gate_check(g).text}" for g in gates if not g.passed)
+def failed_gates(gates: Sequence[GateRecord]) -> tuple[str, ...]:
+    """The failed gates, each with its value."""
+    return tuple(f"gate {g.expression} failed, {gate_check(g).text}" for g in gates if not g.passed)
 
 
 def gate_check(gate: GateRecord) -> Check:

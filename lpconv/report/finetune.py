@@ -388,7 +388,7 @@ def _verdict(result: FinetuneResult) -> Verdict:
     shows_cost = result.gaps and result.learned("twin") is not False
     outcome: Outcome = "passed" if shows_cost or (result.source and result.learned("run")) else "not run"
     if failed := failed_gates(result.gates):
-        return Verdict(outcome="failed", text=f"{failed}. {verdict(result)}")
+        return Verdict(outcome="failed", text=f"{'; '.join(failed)}. {verdict(result)}")
     return Verdict(outcome=outcome, text=verdict(result))
 
 

@@ -15,6 +15,7 @@ from lpconv.report.document import (
     Table,
     Tile,
     Verdict,
+    failed_gates,
     gate_check,
     section,
     sections_of,
@@ -113,8 +114,7 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
 
 def failure_text(result: VerifyResult) -> str:
     """A sentence for an error: the first problems and failed gates, and the number of further ones."""
-    gates = (f"gate {g.expression} failed: {gate_check(g).text}" for g in result.gates if not g.passed)
-    failures = (*result.problems, *gates)
+    failures = (*result.problems, *failed_gates(result.gates))
     rest = len(failures) - _FAILURES
     return "; ".join(failures[:_FAILURES]) + (f"; and {rest} more" if rest > 0 else "")
 

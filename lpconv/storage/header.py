@@ -83,11 +83,13 @@ def read_header(path: Path) -> Header:
     return _parse_header(raw, file_size=size, path=path)
 
 
+LFS_HINT = "run `git lfs pull` in the checkout, or download the file with `hf download`"
+
+
 def check_not_pointer(path: Path) -> None:
     """Raise InputError for the pointer that Git LFS leaves in place of a file."""
     if is_lfs_pointer(path):
-        what = f"`{path}` is a pointer of Git LFS, in place of the file that `git lfs pull` fetches"
-        raise InputError(what, hint="run `git lfs pull` in the checkout, or download the file with `hf download`")
+        raise InputError(f"`{path}` is a Git LFS pointer, not the file that it stands for", hint=LFS_HINT)
 
 
 def is_lfs_pointer(path: Path) -> bool:

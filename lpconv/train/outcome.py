@@ -36,7 +36,7 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
     if not (failed := failed_gates(result.gates)):
         return None
     return VerificationError(
-        failed,
+        "; ".join(failed),
         hint=f"the model and its report are in `{result.output}`",
         details={"gates": to_json(result.gates)},
     )

@@ -21,7 +21,10 @@ from lpconv.plan.options import ConvertOptions
 REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --method units": (2, "`units`"),
     "convert demo --format fp61": (2, "`fp61`"),
-    "convert demo --format fp6": (2, "`e3m2` or `e2m3`"),
+    "convert demo --format fp6": (2, "e5m2, "),
+    "convert demo --rule *=fp9": (2, "e5m2, "),
+    "convert demo --verify none --gate top1>=0.9": (2, "--verify"),
+    "inspect lfs": (5, "`git lfs pull`"),
     "convert demo --format int32": (2, "`int32`"),
     "convert demo --scheme fp8": (2, "FP8_DYNAMIC"),
     "convert demo --rule *emebd_tokens*=keep": (2, "`model.embed_tokens.weight`"),
@@ -256,7 +259,9 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         (folder / name / "config.json").write_text(json.dumps(config))
     save_file({"embeddings": torch.ones(4, 4)}, folder / "bert" / "model.safetensors")
     (folder / "no-tokenizer" / "tokenizer.json").unlink()
-    shutil.copytree(demo_checkpoint(), folder / "cut")
+    for name in ("cut", "lfs"):
+        shutil.copytree(demo_checkpoint(), folder / name)
+    (folder / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     os.truncate(folder / "cut" / "model.safetensors", 5000)
     for name in ("chat", "foreign", "lacking", "wider"):
         shutil.copytree(demo_checkpoint(), folder / name)
@@ -276,8 +281,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
-        "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "foreign", "lacking", "models",
-        "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
+        "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "foreign", "lacking", "lfs",
+        "models", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
