@@ -20,9 +20,10 @@ INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_s
 # How readers round inputs: not at all, with scales of their own, or with scales in the file, which need calibration,
 # either as the only scale or as the global scale of group scales.
 INPUTS = NOT_ROUNDED, DYNAMIC, STATIC = ("none", "dynamic", "static")
+INT_QUANTIZED = "int-quantized"  # codes of two's complement, one by one
 # Number formats that each `format` of a config allows for the codes.
 NUMBERS_OF = {
-    "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
+    "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, INT_QUANTIZED: {"int8"},
     "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {*INTEGERS},
 }  # fmt: skip
 # The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
@@ -76,6 +77,8 @@ _PRESETS = tuple(
          {**_args(*_FP8, "token"), "dynamic": True}),
         ("FP8_BLOCK", "float-quantized", "e4m3fn", "128x128", _args(*_FP8, "block", block_structure=[128, 128]),
          {**_args(*_FP8, "group", group_size=128), "dynamic": True}),
+        ("W8A8", INT_QUANTIZED, "int8", "row", _args(8, "int", "channel"),
+         {**_args(8, "int", "token"), "dynamic": True}),
         ("MXFP8", "mxfp8-quantized", "e4m3fn", "mx", _args(*_FP8, "group", **_MX),
          {**_args(*_FP8, "group", **_MX), "dynamic": True}),
         ("MXFP4A16", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX), None),
@@ -114,8 +117,8 @@ def preset_of(number: str, grain: Grain | None, inputs: str | None = None) -> Co
     support the format counts as one scale per tensor.
     """
     grain = grain if grain is None or not grain.formats or number in grain.formats else None
-    if grain is not None and number in INTEGERS and grain.tile[0] == 1:
-        return None if inputs not in (None, NOT_ROUNDED) else _integers(number, grain)
+    if grain is not None and number in INTEGERS and grain.tile[0] == 1 and inputs in (None, NOT_ROUNDED):
+        return _integers(number, grain)
     asked = (NOT_ROUNDED, DYNAMIC) if inputs is None else (inputs,)
     presets = (p for p in _PRESETS if (p.number, p.grain) == (number, grain))
     return next((p for p in presets if p.rounds_inputs in asked), None)

@@ -23,7 +23,7 @@ from lpconv.formats.grains import Grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form, Over, Stored
+from lpconv.forms.form import Form, Over, Side, Stored
 from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, grid_of_blocks
 from lpconv.forms.planes import UNSIGNED, Plane, PlaneNames, one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
@@ -32,6 +32,7 @@ from lpconv.layouts.compressed_config import (
     COMPRESSED_TENSORS,
     INPUT_GLOBAL_SCALE,
     INPUT_SCALE,
+    INT_QUANTIZED,
     NUMBERS_OF,
     STATIC,
     cache_scale_name,
@@ -48,6 +49,7 @@ from lpconv.layouts.layout import Layout, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lpconv.forms.blocks import Workspace
     from lpconv.forms.tile_scales import TileScales
 
 
@@ -55,6 +57,7 @@ _E4M3FN = FORMATS["e4m3fn"]
 # Scales of groups of 16 normal numbers are a third of the RMS, and the smallest is 2^-9: NVFP4 keeps 17 of 20 dB.
 _LEAST_RMS = 0.005
 _WEIGHT, _PACKED_SUFFIX = ".weight", "_packed"
+_SIGN = 0x80  # the encoder's integers are unsigned, with this as zero
 _ONLY_READ = ("_zero_point", "_g_idx")  # parts of weights that lpconv reads as a `Grid`
 
 
@@ -247,6 +250,12 @@ class CompressedTiles(_Layout, Tiles):
     whole: ClassVar[type[Form]] = Compressed
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
 
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
+        preset = preset_of(format.name, settings.grain, settings.inputs)
+        is_bytes = preset is not None and preset.format == INT_QUANTIZED
+        return super(CompressedTiles, CompressedBytes if is_bytes else cls).of(name, shape, format, settings)
+
     @functools.cached_property
     def _rule(self) -> TileScales:
         return replace(super()._rule, has_factor=not (self.is_expert and self.has_pow2_scale))
@@ -282,6 +291,33 @@ class CompressedTiles(_Layout, Tiles):
         return (*super().side, *self._of_activations)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompressedBytes(CompressedTiles):
+    """Codes of int8 with a scale per row, one by one under the weight's own name, in two's complement."""
+
+    kind: ClassVar[str] = "compressed bytes"
+    names: ClassVar[PlaneNames] = replace(CompressedTiles.names, packed="", size="")
+
+    @functools.cached_property
+    def codes(self) -> Component:
+        return Component(name=self.name, dtype="I8", shape=self.shape)
+
+    @functools.cached_property
+    def grid(self) -> Grid:
+        packed = super().grid
+        return replace(packed, codes=one_by_one(packed.codes.component))
+
+    def as_stored(self, codes: Tensor, start: int, side: Side, work: Workspace) -> Tensor:
+        import torch
+
+        return codes.bitwise_xor(_SIGN).view(torch.int8)
+
+    def codes_in(self, data: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        return data[0].view(torch.uint8).bitwise_xor(_SIGN)
+
+
 def _scale_for(absmax: float) -> float:
     """The scale that maps `absmax` to the largest e4m3fn number, 1 for zero."""
     return max(absmax / _E4M3FN.max, 2.0**-126) if absmax else 1.0
@@ -289,7 +325,9 @@ def _scale_for(absmax: float) -> float:
 
 def _read(name: str, headers: Headers) -> Stored | None:
     """The weight whose codes are `name`: as lpconv writes it, else as a `Grid`."""
-    return Compressed.recognise(name, headers) or CompressedTiles.recognise(name, headers) or _as_grid(name, headers)
+    kinds: tuple[type[Compressed | CompressedTiles], ...] = (Compressed, CompressedTiles, CompressedBytes)
+    known = (kind.recognise(name, headers) for kind in kinds)
+    return next(filter(None, known), None) or _as_grid(name, headers)
 
 
 def _as_grid(name: str, headers: Headers) -> Grid | None:
@@ -387,6 +425,7 @@ LAYOUT = Layout(
         Scheme("FP8_BLOCK", "e4m3fn", "128x128", 8, _VLLM, "scales per block, as in DeepSeek-V3; inputs in fp8"),
         Scheme("W8A16", "int8", "group:128", 8.125, _VLLM, "8-bit integers; inputs in 16 bits"),
         Scheme("W4A16", "int4", "group:128", 4.125, _TRIED, "4-bit integers; inputs in 16 bits"),
+        Scheme("W8A8", "int8", "row", 8.004, _VLLM, "8-bit integers; inputs in int8", inputs="dynamic"),
         Scheme("MXFP8", "e4m3fn", "mx", 8.25, _VLLM, "GPUs that multiply MXFP8; inputs in MXFP8"),
         Scheme("MXFP4", "e2m1", "mx", 4.25, _VLLM, "GPUs that multiply MXFP4; inputs in MXFP4", inputs="dynamic"),
         Scheme("MXFP4A16", "e2m1", "mx", 4.25, _VLLM, "4-bit floats; inputs in 16 bits"),

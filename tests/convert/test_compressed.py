@@ -34,6 +34,7 @@ PRESETS = {
     "FP8_DYNAMIC": {"granularity": "row"},
     "FP8_BLOCK": {"granularity": "128x128"},
     "MXFP8": {"granularity": "mx"},
+    "W8A8": {"granularity": "row", "format": "int8", "inputs": "dynamic"},
     "MXFP4A16": {"granularity": "mx", "format": "e2m1"},
     "MXFP4": {"granularity": "mx", "format": "e2m1", "inputs": "dynamic"},
     "NVFP4A16": {"granularity": "nvfp4", "format": "e2m1"},

@@ -79,7 +79,7 @@ for path in paths:
     assert not any(info.values()), info
     linear = {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear}
     stored = [getattr(m, "weight_packed", getattr(m, "weight", None)) for m in linear.values()]
-    num_codes = sum(x.dtype in (torch.float8_e4m3fn, torch.uint8, torch.int32) for x in stored)
+    num_codes = sum(x.dtype in (torch.float8_e4m3fn, torch.uint8, torch.int8, torch.int32) for x in stored)
     with torch.no_grad():
         output = model(input_ids=torch.arange(3, 35).view(2, 16))[0]
     weights = {n: p.detach() for n, p in model.named_parameters()}
