@@ -26,7 +26,7 @@ class FormSettings:
     of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `inputs`
     is how readers round inputs, None as usual (`layouts/compressed_config.py`), `kv_cache` means that the file has
     scales of keys and values, `is_expert` that the weight belongs to one of several experts, `is_stack` that it
-    contains several, and `is_table` that it is an embedding.
+    contains several, and `is_table` that it is an embedding. `family` is the model's `model_type`, for experts.
     """
 
     scale: str = "pow2"
@@ -39,6 +39,7 @@ class FormSettings:
     is_expert: bool = False
     is_stack: bool = False
     is_table: bool = False
+    family: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

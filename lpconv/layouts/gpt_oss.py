@@ -11,7 +11,6 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, ConvertedFacts, FormSettings, Headers
@@ -52,17 +51,12 @@ class GptOssExperts(Tiles):
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
-        if not settings.is_stack:
+        if not settings.is_stack or settings.family != _FAMILY:
             return "only the experts of gpt-oss are codes in this layout"
         return super().refusal(shape, format, settings)
 
     @classmethod
     def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
-        """The `quantization_config`. Raises UnsupportedError for other models than gpt-oss."""
-        family = converted.config.get("model_type")
-        if family != _FAMILY:
-            what = f"readers of layout `{GPT_OSS.name}` expect a model of type {_FAMILY}, not {family}"
-            raise UnsupportedError(what, hint="--layout lpconv converts experts in one tensor of any model")
         settings = {"quant_method": cls.quantised_by, "modules_to_not_convert": _PLAIN}
         return {"quantization_config": settings, **rotary_settings(converted.config)}
 

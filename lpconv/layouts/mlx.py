@@ -24,6 +24,8 @@ from lpconv.storage.header import DTYPE_BITS
 
 _AFFINE = (2, 3, 4, 5, 6, 8)  # bits of the affine mode of `mx.quantize`
 _MODES = {"e2m1": "mxfp4", "e4m3fn": "mxfp8", **{f"int{bits}": "affine" for bits in _AFFINE}}
+# Families of which mlx-lm's `sanitize` joins scales and biases of experts like their weights, and which were compared.
+_JOINED = ("mixtral", "olmoe", "phimoe", "qwen2_moe")
 _GROUPS = (32, 64, 128)
 
 
@@ -45,8 +47,8 @@ class Mlx(Tiles):
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
-        if settings.is_expert:
-            return "mlx-lm joins the experts of a layer itself"
+        if settings.is_expert and settings.family not in _JOINED:
+            return f"mlx-lm cannot join codes of the experts of {settings.family}"
         return super().refusal(shape, format, settings)
 
     @classmethod

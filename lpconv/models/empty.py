@@ -113,6 +113,7 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
         experts=experts,
         fused=frozenset(fused),
         joined=frozenset(joined),
+        family=str(checkpoint.config.get("model_type")),
     )
 
 

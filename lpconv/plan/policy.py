@@ -81,6 +81,7 @@ def settings_for(options: FilledOptions, linears: LinearModules | None = None, n
         inputs=options.rounds_inputs,
         kv_cache=options.kv_cache is not None,
         is_expert=linears is not None and name in linears.experts,
+        family="" if linears is None else linears.family,
         is_stack=linears is not None and name in linears.fused,
         is_table=linears is not None and name.removesuffix(".weight") in linears.tables,
         **settings,

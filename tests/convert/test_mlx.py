@@ -120,12 +120,13 @@ def test_rotary_settings_have_the_names_that_mlx_reads(source: Path, tmp_path: P
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
 
-def test_experts_stay_as_they_are(tmp_path: Path) -> None:
-    output = as_mlx(tiny("mixtral", tmp_path / "source"), tmp_path / "out", "int4")
-    with StoredTensors.open(output) as stored:
-        coded = {n for n, form in stored.forms.items() if isinstance(form, Mlx)}
-    assert len(coded) == 8
-    assert not any("experts" in n for n in coded)
+@pytest.mark.parametrize(("family", "num_experts"), [("mixtral", 18), ("qwen3-moe", 0)])
+def test_experts_are_codes_if_mlx_lm_joins_their_scales(family: str, num_experts: int, tmp_path: Path) -> None:
+    source = tiny(family, tmp_path / "source", intermediate_size=64)
+    names = load_file(as_mlx(source, tmp_path / "out", "int4") / "model.safetensors").keys()
+    scales = [n for n in names if n.endswith(".scales")]
+    assert sum(".experts." in n for n in scales) == num_experts
+    assert len(scales) == 8 + num_experts
 
 
 def test_another_bias_is_refused(source: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def options_of_scheme(name: str) -> ConvertOptions:
 def test_bits_are_those_of_the_plan(name: str) -> None:
     options = fill_options(options_of_scheme(name))
     info = TensorInfo(name=WEIGHT, dtype="F32", shape=(ROWS, COLUMNS), begin=0, end=ROWS * COLUMNS * 4)
-    experts = LinearModules(plain=(), others=(), fused=frozenset((WEIGHT,)))  # the only codes of gpt-oss
+    experts = LinearModules(plain=(), others=(), fused=frozenset((WEIGHT,)), family="gpt_oss")
     linears = experts if options.layout == "mxfp4" else None
     plan = make_plan({WEIGHT: (info, "model.safetensors")}, options, ties={}, linears=linears)
     (tensor,) = plan.tensors
