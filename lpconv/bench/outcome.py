@@ -69,48 +69,36 @@ def final_error(result: BenchResult) -> LpconvError | None:
     Failed rows, gates and regressions come first (exit code 5), then rows that did not fit in memory (7). Skipped rows
     are an error (4) only if no other row besides the baseline was measured.
     """
-    error = _failure(result) or _too_large(result) or _nothing_left(result)
+    error = next(_errors(result), None)
     if error is not None:
         error.details["result"] = to_json(result)
     return error
 
 
-def _failure(result: BenchResult) -> LpconvError | None:
-    failed = [r for r in result.rows if r.status == FAILED]
+def _errors(result: BenchResult) -> Iterator[LpconvError]:
+    """The errors that a result calls for, most important first."""
+    variants = [r for r in result.rows if not r.is_baseline]
     worse = [c.name for c in result.changes if c.change == REGRESSION]
-    if failed:
-        return VerificationError(f"{failed[0].name}: {failed[0].reason}", hint="the other rows were measured and saved")
+    measured = "the other rows were measured and saved"
+    if failed := [r for r in result.rows if r.status == FAILED]:
+        yield VerificationError(f"{failed[0].name}: {failed[0].reason}", hint=measured)
     if gates := failed_gates(result.gates):
-        return VerificationError("; ".join(gates), hint="the table shows all measured values")
+        yield VerificationError("; ".join(gates), hint="the table shows all measured values")
     if worse:
-        return VerificationError(
+        yield VerificationError(
             f"slower than the older result: {'; '.join(worse)}", hint="the table shows what changed"
         )
     if result.changes and all(c.change in (NEW, GONE) for c in result.changes):
-        return VerificationError(
+        yield VerificationError(
             "the older result has none of these rows, so nothing was compared",
             hint="use the model, sizes, processes, compile mode, baseline and device of the older run",
         )
-    return None
-
-
-def _too_large(result: BenchResult) -> LpconvError | None:
-    rows = [r for r in result.rows if r.status == TOO_LARGE]
-    if not rows:
-        return None
-    return ResourceError(
-        f"{plural(len(rows), 'row')} did not fit into memory; the first: {rows[0].reason}",
-        hint="the other rows were measured and saved",
-    )
-
-
-def _nothing_left(result: BenchResult) -> LpconvError | None:
-    variants = [r for r in result.rows if not r.is_baseline]
-    if not variants or any(r.status != SKIPPED for r in variants):
-        return None
-    return UnsupportedError(
-        f"{variants[0].name}: {variants[0].reason}", hint="this was the only variant, so nothing was measured"
-    )
+    if large := [r for r in result.rows if r.status == TOO_LARGE]:
+        text = f"{plural(len(large), 'row')} did not fit into memory; the first: {large[0].reason}"
+        yield ResourceError(text, hint=measured)
+    if variants and all(r.status == SKIPPED for r in variants):
+        text = f"{variants[0].name}: {variants[0].reason}"
+        yield UnsupportedError(text, hint="this was the only variant, so nothing was measured")
 
 
 @contextmanager

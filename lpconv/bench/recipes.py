@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,19 +90,16 @@ def _cast(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def _torchao(recipe: str) -> Callable[[nn.Module, Case], nn.Module]:
-    def apply(model: nn.Module, case: Case) -> nn.Module:
-        if case.mode == "infer":
-            return _torchao_inference(model, case, recipe)
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+def _torchao(model: nn.Module, case: Case, *, recipe: str) -> nn.Module:
+    if case.mode == "infer":
+        return _torchao_inference(model, case, recipe)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated(case))
-        changed: nn.Module = convert_to_float8_training(
-            model, config=config, module_filter_fn=lambda module, name: _fits_tensor_cores(model, module)
-        )
-        return changed
-
-    return apply
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated(case))
+    changed: nn.Module = convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: _fits_tensor_cores(model, module)
+    )
+    return changed
 
 
 def _torchao_inference(model: nn.Module, case: Case, recipe: str) -> nn.Module:
@@ -157,8 +155,8 @@ def _transformer_engine(model: nn.Module, case: Case) -> nn.Module:
 
 
 _PEERS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
-    "torchao-tensorwise": _torchao("tensorwise"),
-    "torchao-rowwise": _torchao("rowwise"),
+    "torchao-tensorwise": partial(_torchao, recipe="tensorwise"),
+    "torchao-rowwise": partial(_torchao, recipe="rowwise"),
     "te": _transformer_engine,
 }
 
@@ -177,24 +175,17 @@ def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     return _OPTIMIZERS[case.optimizer](parameters)
 
 
-def _collage(variant: str) -> Callable[[list[Any]], torch.optim.Optimizer]:
-    return lambda parameters: CollageAdamW(parameters, lr=_LR, betas=(0.9, 0.95), variant=variant)
-
-
-def _peer(module: str, name: str, **settings: Any) -> Callable[[list[Any]], torch.optim.Optimizer]:
-    def make(parameters: list[Any]) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = getattr(importlib.import_module(module), name)(parameters, lr=_LR, **settings)
-        return found
-
-    return make
+def _peer(module: str, name: str, parameters: list[Any], **settings: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = getattr(importlib.import_module(module), name)(parameters, lr=_LR, **settings)
+    return optimizer
 
 
 _OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=_LR, fused=True),
-    "collage-light": _collage("light"),
-    "collage-plus": _collage("plus"),
-    "optimi-kahan": _peer("optimi", "AdamW", kahan_sum=True),
-    "torchao-stochastic": _peer("torchao.optim", "_AdamW", bf16_stochastic_round=True),
-    "torchao-8bit": _peer("torchao.optim", "AdamW8bit"),
-    "bitsandbytes-8bit": _peer("bitsandbytes.optim", "AdamW8bit"),
+    "adamw": partial(torch.optim.AdamW, lr=_LR, fused=True),
+    "collage-light": partial(CollageAdamW, lr=_LR, betas=(0.9, 0.95), variant="light"),
+    "collage-plus": partial(CollageAdamW, lr=_LR, betas=(0.9, 0.95), variant="plus"),
+    "optimi-kahan": partial(_peer, "optimi", "AdamW", kahan_sum=True),
+    "torchao-stochastic": partial(_peer, "torchao.optim", "_AdamW", bf16_stochastic_round=True),
+    "torchao-8bit": partial(_peer, "torchao.optim", "AdamW8bit"),
+    "bitsandbytes-8bit": partial(_peer, "bitsandbytes.optim", "AdamW8bit"),
 }
