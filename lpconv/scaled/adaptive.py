@@ -142,7 +142,9 @@ def adaptive_scaling(
     options = options or AdaptiveOptions()
     modules = [layer.module for layer in linears(model) if layer.is_replaceable] + convolutions(model)
     for module in modules:
-        make_adaptive(module, LayerState(options=options, dtype=dtype, format=compute))
+        # Same outputs, but gradients scaled by the factors of the state.
+        module.adaptive = LayerState(options=options, dtype=dtype, format=compute)  # type: ignore[assignment]  # not a tensor or module
+        module.__class__ = _CLASSES[type(module)]
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(_unscale)  # type: ignore[no-untyped-call]
@@ -298,9 +300,3 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     Conv1D: _AdaptiveConv1D,
     **{base: type(f"Adaptive{base.__name__}", (_Convolving, base), {}) for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
 }
-
-
-def make_adaptive(module: nn.Module, state: LayerState) -> None:
-    """Make a module of a class in `_CLASSES` adaptive: same outputs, gradients scaled by the factors of `state`."""
-    module.adaptive = state  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
-    module.__class__ = _CLASSES[type(module)]

@@ -24,7 +24,7 @@ from lpconv.formats.spec import get_format
 from lpconv.layers import weighted_modules
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.rules.own import recentre
-from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, static
 from lpconv.scaled.tensor import ScaledTensor
 
 _LARGEST = get_format("e4m3fn").max
@@ -71,10 +71,10 @@ def calibrate(
 
     def settle(name: str, side: str, x: ScaledTensor) -> float:
         if side == "input":
-            needed = _fitting_scale(measured[name, side]) / _as_static(x.scale)
+            needed = _fitting_scale(measured[name, side]) / static(x.scale)
             factors[name, side] = max(needed, 1.0)
         else:
-            factors[name, side] = targets[name, side] / _as_static(x.scale)
+            factors[name, side] = targets[name, side] / static(x.scale)
         return factors[name, side]
 
     _run(model, batch_list[:1], loss, settle)
@@ -153,7 +153,7 @@ class _Magnitudes(NamedTuple):
 
     @classmethod
     def of(cls, x: ScaledTensor) -> "_Magnitudes":
-        return cls(*(float(size(x.data_part)) * _as_static(x.scale) for size in (rms, amax)))
+        return cls(*(float(size(x.data_part)) * static(x.scale) for size in (rms, amax)))
 
 
 def _fitting_scale(sizes: list[_Magnitudes]) -> float:
@@ -170,8 +170,3 @@ def _scale_of(sizes: list[_Magnitudes], side: str) -> float:
     if not MIN_SCALE <= size <= MAX_SCALE:
         return 1.0
     return max(float(pow2_floor(size)), _fitting_scale(sizes) if side == "forward" else 0.0)
-
-
-def _as_static(scale: Scale) -> float:
-    assert isinstance(scale, float), "the method unit has static scales"
-    return scale

@@ -46,12 +46,7 @@ def _weight_grad(model: nn.Module) -> None:
     """l2 on every finished parameter gradient, for 16-bit optimizer state."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(_rebalance_grad)  # type: ignore[no-untyped-call]
-
-
-def _rebalance_grad(grad: Tensor) -> Tensor:
-    rebalanced: Tensor = rebalance(grad, "l2", "")
-    return rebalanced
+            parameter.register_hook(lambda grad: rebalance(grad, "l2", ""))  # type: ignore[no-untyped-call]
 
 
 def _every_n_steps(model: nn.Module, num_steps: int) -> None:

@@ -36,6 +36,12 @@ def split_number(x: float) -> tuple[float, float]:
     return x / scale, scale
 
 
+def static(scale: Scale) -> float:
+    """A scale of a method whose scales are all static."""
+    assert isinstance(scale, float), scale
+    return scale
+
+
 def larger_scale(a: Scale, b: Scale) -> Scale:
     """The larger of two scales, which is 2^⌊log2 √(a² + b²)⌋ for powers of two (Scalify, rule of add)."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -24,7 +24,7 @@ from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Call, Rule, Scaled, move_factor, pair, value
 from lpconv.scaled.rules.add import at_scale
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, multiply, ratio, times
+from lpconv.scaled.scales import Scale, multiply, ratio, static, times
 
 aten = torch.ops.aten
 
@@ -156,7 +156,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     elif _is_size_of_sum(b, a):
         scale = scale_b
     else:
-        scale = math.hypot(_as_static(scale_a), _as_static(scale_b))
+        scale = math.hypot(static(scale_a), static(scale_b))
     return Scaled(at_scale(data_a, scale_a, scale) + at_scale(data_b, scale_b, scale), scale or 1.0)
 
 
@@ -169,11 +169,6 @@ def _is_size_of_sum(x: Any, other: Any) -> bool:
 
 def _is_vector(x: Scaled) -> bool:
     return x.role.is_stored and x.data.dim() == 1
-
-
-def _as_static(scale: Scale) -> float:
-    assert isinstance(scale, float), "native scales are static"
-    return scale
 
 
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
@@ -189,7 +184,7 @@ def _rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
     √(b² + s_a²), for numbers of both signs, would be twice the size, again at every step of a recurrence.
     """
     if isinstance(a, Scaled) and isinstance(b, (int, float)) and alpha == 1:
-        size = _as_static(a.scale)
+        size = static(a.scale)
         scale = max(abs(b - size), size) or 1.0
         return Scaled(b / scale - a.data * (size / scale), scale)
     return _add(call, b, a, alpha=-alpha)
@@ -227,12 +222,12 @@ def _power(call: Call, x: Any, exponent: Any) -> Any:
     """(d^y, s^y) for every number y."""
     if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
         return NotImplemented
-    return Scaled(torch.pow(x.data, exponent), _as_static(x.scale) ** exponent)
+    return Scaled(torch.pow(x.data, exponent), static(x.scale) ** exponent)
 
 
 def _root(call: Call, x: Scaled) -> Scaled:
     """sqrt and rsqrt of data and scale."""
-    root = math.sqrt(_as_static(x.scale))
+    root = math.sqrt(static(x.scale))
     return Scaled(call.op(x.data), root if call.op is aten.sqrt.default else ratio(1.0, root))
 
 
@@ -261,7 +256,7 @@ def _with_factor(rule: Rule, factor: float | Callable[..., float]) -> Rule:
 def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
     """cat and stack at s = √(Σ n_i·s_i²/Σ n_i), the size of the result; n_i elements in each piece."""
     pairs = [pair(p) for p in pieces]
-    squares = sum(data.numel() * _as_static(scale) ** 2 for data, scale in pairs)
+    squares = sum(data.numel() * static(scale) ** 2 for data, scale in pairs)
     size = math.sqrt(squares / max(1, sum(data.numel() for data, _ in pairs)))
     return Scaled(call.op([at_scale(data, scale, size) for data, scale in pairs], *args), size)
 
@@ -270,9 +265,7 @@ def _scatter(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
     """n values among the N of a base, as in gradients of indexing: s = √(s_base² + s_values²·n/N)."""
     at = 1 if call.op is aten.index_put.default else 2
     (data, scale_base), (values, scale_values) = pair(base), pair(args[at])
-    scale = math.hypot(
-        _as_static(scale_base), _as_static(scale_values) * math.sqrt(values.numel() / max(1, data.numel()))
-    )
+    scale = math.hypot(static(scale_base), static(scale_values) * math.sqrt(values.numel() / max(1, data.numel())))
     rest = (*args[:at], at_scale(values, scale_values, scale), *args[at + 1 :])
     return Scaled(call.op(at_scale(data, scale_base, scale), *rest, **kwargs), scale)
 
