@@ -409,6 +409,9 @@ def _packed_integers(name: str, codes: Component, scale: Component, headers: Hea
 
 _VLLM = "transformers with compressed-tensors; vLLM (not tested)"
 _TRIED = "vLLM (tested on a CPU); transformers with compressed-tensors"
+# vLLM 0.32, `compressed_tensors_wNa16.py` and `kernels/linear/mixed_precision/`: of its kernels, only Humming's have
+# other widths than 4 and 8.
+_HUMMING = "transformers with compressed-tensors; vLLM 0.32 with Humming on CUDA (not tested)"
 LAYOUT = Layout(
     name=COMPRESSED_TENSORS,
     methods=(COMPRESSED_TENSORS,),
@@ -423,8 +426,10 @@ LAYOUT = Layout(
         Scheme("FP8_DYNAMIC", "e4m3fn", "row", 8.01, _TRIED, "serving on unknown hardware; inputs in fp8"),
         Scheme("FP8", "e4m3fn", "tensor", 8, _VLLM, "serving with static input scales; inputs in fp8", calibrated=True),
         Scheme("FP8_BLOCK", "e4m3fn", "128x128", 8, _VLLM, "scales per block, as in DeepSeek-V3; inputs in fp8"),
-        Scheme("W8A16", "int8", "group:128", 8.125, _VLLM, "8-bit integers; inputs in 16 bits"),
-        Scheme("W4A16", "int4", "group:128", 4.125, _TRIED, "4-bit integers; inputs in 16 bits"),
+        *(
+            Scheme(f"W{n}A16", f"int{n}", "group:128", n + 0.125, opens, f"{n}-bit integers; inputs in 16 bits")
+            for n, opens in ((n, {8: _VLLM, 4: _TRIED}.get(n, _HUMMING)) for n in range(8, 1, -1))
+        ),
         Scheme("W8A8", "int8", "row", 8.004, _VLLM, "8-bit integers; inputs in int8", inputs="dynamic"),
         Scheme("MXFP8", "e4m3fn", "mx", 8.25, _VLLM, "GPUs that multiply MXFP8; inputs in MXFP8"),
         Scheme("MXFP4", "e2m1", "mx", 4.25, _VLLM, "GPUs that multiply MXFP4; inputs in MXFP4", inputs="dynamic"),
@@ -434,8 +439,8 @@ LAYOUT = Layout(
     ),
     opening="This directory has the layout of the package compressed-tensors: {codes}. vLLM reads it. "
     "On a CPU, it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), but has no kernel for "
-    "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 or NVFP4. transformers opens it with "
-    "`pip install compressed-tensors`; lpconv is not needed:",
+    "weight-only FP8 with one scale per tensor, other integers in groups, MXFP8, MXFP4 or NVFP4. transformers opens it "
+    "with `pip install compressed-tensors`; lpconv is not needed:",
     tag="compressed-tensors",
     served=(("e4m3fn", "row"), ("int4", "group:")),
 )

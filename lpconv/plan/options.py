@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, get_grain
-from lpconv.formats.spec import FORMATS, SPELLINGS, get_format, spellings
+from lpconv.formats.spec import FORMATS, INTEGERS, SPELLINGS, get_format, spellings
 from lpconv.layouts import SCHEMES
 from lpconv.layouts.compressed_config import DYNAMIC, NOT_ROUNDED, STATIC
 from lpconv.lookup import nearest_name
@@ -36,7 +36,8 @@ CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # most tokens of the text that cal
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
 # Schemes that a format alone names. fp8 is FP8, in any case.
 _SCHEME_SPELLINGS = spellings(
-    {"e4m3fn": "FP8", "e2m1": "NVFP4A16", "int4": "W4A16", "int8": "W8A16", "fp16": "UNIT_FP16", "bf16": "COLLAGE"}
+    {"e4m3fn": "FP8", "e2m1": "NVFP4A16", "fp16": "UNIT_FP16", "bf16": "COLLAGE"}
+    | {name: f"W{FORMATS[name].bits}A16" for name in INTEGERS}
 )
 METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
+from lpconv.formats.spec import FORMATS
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import inspect_with_statistics
 from lpconv.layouts.mlx import Mlx
@@ -25,7 +27,7 @@ from lpconv.progress import Silent
 from lpconv.storage.staging import MARKER
 from tests.helpers.models import tiny
 
-GRAINS = {"e2m1": "mx", "e4m3fn": "mx", "int4": "group:32", "int8": "group:32"}
+GRAINS = {"e2m1": "mx", "e4m3fn": "mx", **{f"int{bits}": "group:32" for bits in (2, 3, 4, 5, 6, 8)}}
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -42,9 +44,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dequantized(words: Tensor, scales: Tensor, biases: Tensor | None, bits: int) -> Tensor:
-    """The lowest bits of a word are its first number; affine numbers are q * scale + bias."""
-    shifts = torch.arange(0, 32, bits)
-    codes = (words.long()[..., None] >> shifts) & (2**bits - 1)
+    """The lowest bits are the first number, across words; affine numbers are q * scale + bias."""
+    single = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little").reshape(len(words), -1, bits)
+    codes = torch.from_numpy(single @ (1 << np.arange(bits)))
     groups = codes.reshape(*scales.shape, -1)
     if biases is not None:
         return (groups.float() * scales[..., None] + biases[..., None]).flatten(1)
@@ -64,7 +66,7 @@ def test_statistics_are_those_of_decoded_weights_whoever_wrote_them(number: str,
     output = as_mlx(source, tmp_path / "out", number)
     (output / MARKER).unlink()
     tensors, name = load_file(output / "model.safetensors"), "model.layers.0.mlp.up_proj"
-    biases, bits = tensors.get(f"{name}.biases"), 4 if number in ("e2m1", "int4") else 8
+    biases, bits = tensors.get(f"{name}.biases"), FORMATS[number].bits
     value = dequantized(tensors[f"{name}.weight"], tensors[f"{name}.scales"], biases, bits)
     record = next(t for t in inspect_with_statistics(output, Silent()).tensors if t.name == f"{name}.weight")
     assert record.absmax == float(value.abs().max())

@@ -54,7 +54,7 @@ def written(layout: str, folder: Path, w: Tensor) -> Tensors:
 
 COMPRESSED = {"ct FP8": "FP8", "ct FP8_DYNAMIC": "FP8_DYNAMIC", "ct FP8_BLOCK": "FP8_BLOCK", "ct W8A8": "W8A8",
               "ct MXFP8": "MXFP8", "ct MXFP4": "MXFP4", "ct NVFP4": "NVFP4A16", "ct W4A16": "W4A16",
-              "ct W4A16_ASYM": "W4A16_ASYM", "ct W8A16": "W8A16"}  # fmt: skip
+              "ct W4A16_ASYM": "W4A16_ASYM", "ct W3A16_ASYM": "W4A16_ASYM", "ct W8A16": "W8A16"}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -65,7 +65,7 @@ def test_compressed_tensors_decodes_the_same(layout: str, dtype: torch.dtype, tm
     config = MAKERS[layout][1]()
     tensors = written(layout, tmp_path, edges().to(dtype))
     weights = config["config_groups"]["group_0"]["weights"]
-    scheme = scheme_of(COMPRESSED[layout], group_size=weights["group_size"])
+    scheme = scheme_of(COMPRESSED[layout], group_size=weights["group_size"], num_bits=weights["num_bits"])
     state = {n.rpartition(".")[2]: x for n, x in tensors.items()}
     theirs = BaseCompressor.get_value_from_registry(config["format"]).decompress(state, scheme)["weight"]
     assert torch.equal(decoded(tmp_path).to(theirs.dtype), theirs)
@@ -252,11 +252,11 @@ def test_modelopts_thin_matrices_are_refused_by_name(tmp_path: Path) -> None:
         StoredTensors.open(tmp_path)
 
 
-def _gptq_number(t: Tensors, n: int, k: int, *, first_version: bool) -> float:
+def _gptq_number(t: Tensors, n: int, k: int, bits: int, *, first_version: bool) -> float:
     stem, group = "layer.q_proj.", int(t["layer.q_proj.g_idx"][k])
-    code = int(t[stem + "qweight"][k // 8, n]) >> (4 * (k % 8)) & 15
-    zero = int(t[stem + "qzeros"][group, n // 8]) >> (4 * (n % 8)) & 15
-    return (code - (zero + first_version) % 16) * float(t[stem + "scales"][group, n])
+    code = int.from_bytes(t[stem + "qweight"][:, n].numpy().tobytes(), "little") >> bits * k & 2**bits - 1
+    zero = int.from_bytes(t[stem + "qzeros"][group].numpy().tobytes(), "little") >> bits * n & 2**bits - 1
+    return (code - (zero + first_version) % 2**bits) * float(t[stem + "scales"][group, n])
 
 
 def _awq_number(t: Tensors, n: int, k: int) -> float:
@@ -266,15 +266,15 @@ def _awq_number(t: Tensors, n: int, k: int) -> float:
     return (code - zero) * float(t[stem + "scales"][group, n])
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq desc_act", "awq"])
+@pytest.mark.parametrize("layout", ["gptq", "gptq 3", "gptq desc_act", "awq"])
 def test_integers_on_their_side_are_what_their_documentation_says(layout: str, tmp_path: Path) -> None:
     tensors, got = written(layout, tmp_path, edges(264, 64)), decoded(tmp_path)
     assert got.shape == (264, 64)
     for n in range(0, 264, 3):
         for k in range(64):
             is_awq = layout == "awq"
-            first = layout == "gptq"
-            wanted = _awq_number(tensors, n, k) if is_awq else _gptq_number(tensors, n, k, first_version=first)
+            first, bits = layout != "gptq desc_act", 3 if layout == "gptq 3" else 4
+            wanted = _awq_number(tensors, n, k) if is_awq else _gptq_number(tensors, n, k, bits, first_version=first)
             assert float(got[n, k]) == float(torch.tensor(wanted)), (n, k)
 
 

@@ -5,10 +5,11 @@ Other layouts are packed as their documentation says. Scales are those of roundi
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -60,14 +61,14 @@ def _pairs(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def pack_words(x: Tensor, bits: int, axis: int, order: Iterable[int] | None = None) -> Tensor:
-    """Unsigned integers in words of 32 bits along an axis; nibble i of a word has number order[i] of its eight."""
-    per_word = 32 // bits
-    parts = x.to(torch.int64).movedim(axis, -1)
-    parts = parts.reshape(*parts.shape[:-1], -1, per_word)
-    words = sum(parts[..., k] << (bits * i) for i, k in enumerate(order or range(per_word)))
-    assert isinstance(words, Tensor)
-    return ((words + 2**31) % 2**32 - 2**31).to(torch.int32).movedim(-1, axis).contiguous()
+def pack_words(x: Tensor, bits: int, axis: int, order: Sequence[int] | None = None) -> Tensor:
+    """Unsigned integers without gaps in 32-bit words along an axis; nibble i of a word has number order[i] of eight."""
+    numbers = x.movedim(axis, -1)
+    numbers = numbers.unflatten(-1, (-1, 8))[..., order].flatten(-2) if order else numbers
+    single = numbers.to(torch.uint8).numpy()[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+    packed = torch.from_numpy(np.packbits(single.reshape(*single.shape[:-2], -1), axis=-1, bitorder="little"))
+    whole = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4))
+    return whole.view(torch.int32).movedim(-1, axis).contiguous()
 
 
 def _ct(preset: str, block: Callable[[Tensor], tuple[int, int]], limit: float, **changed: Any) -> Maker:
@@ -90,8 +91,10 @@ def _ct(preset: str, block: Callable[[Tensor], tuple[int, int]], limit: float, *
             state["weight_scale"] = torch.exp2(torch.ceil(torch.log2(state["weight_scale"])))
         if not scheme.weights.symmetric:
             low, high = _range_of_groups(w, size[1])
-            state["weight_scale"] = ((high - low) / 15).clamp_min(1e-6)
-            state["weight_zero_point"] = (-8 - low / state["weight_scale"]).round().clamp(-8, 7).to(torch.int8)
+            half = 2 ** (scheme.weights.num_bits - 1)
+            state["weight_scale"] = ((high - low) / (2 * half - 1)).clamp_min(1e-6)
+            zeros = (-half - low / state["weight_scale"]).round().clamp(-half, half - 1)
+            state["weight_zero_point"] = zeros.to(torch.int8)
         written = BaseCompressor.get_value_from_registry(_FORMATS[preset]).compress(state, scheme)
         stem = name.removesuffix("weight")
         inputs = {leaf: torch.tensor([4.0])} if (leaf := input_scale_name(_settings_of_inputs(scheme))) else {}
@@ -186,8 +189,10 @@ def _modelopt_nvfp4_awq(name: str, w: Tensor, amax: float) -> Tensors:
     return found | {name.removesuffix("weight") + "pre_quant_scale": columns.bfloat16()}
 
 
-def _gptq(name: str, w: Tensor, amax: float, *, group: int = 32, version: int = 1, shuffled: bool = False) -> Tensors:
-    """AutoGPTQ: [in, out] words of eight inputs, zero points less one. Shuffled: as desc_act leaves the groups."""
+def _gptq(
+    name: str, w: Tensor, amax: float, *, group: int = 32, bits: int = 4, version: int = 1, shuffled: bool = False
+) -> Tensors:
+    """AutoGPTQ: [in, out] words of inputs, zero points less one. Shuffled: as desc_act leaves the groups."""
     w_KN, stem = w.t(), name.removesuffix("weight")
     order = torch.arange(len(w_KN)) // group
     if shuffled:
@@ -195,13 +200,14 @@ def _gptq(name: str, w: Tensor, amax: float, *, group: int = 32, version: int = 
     groups = int(order.max()) + 1
     low = torch.stack([w_KN[order == g].amin(0).clamp_max(0) for g in range(groups)])
     high = torch.stack([w_KN[order == g].amax(0).clamp_min(0) for g in range(groups)])
-    scales = ((high - low) / 15).clamp_min(1e-4).half()
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (w_KN / scales.float()[order] + zeros[order]).round().clamp(0, 15)
-    stored = (zeros - 1) % 16 if version == 1 else zeros
+    top = 2**bits - 1
+    scales = ((high - low) / top).clamp_min(1e-4).half()
+    zeros = (-low / scales.float()).round().clamp(0, top)
+    codes = (w_KN / scales.float()[order] + zeros[order]).round().clamp(0, top)
+    stored = (zeros - 1) % (top + 1) if version == 1 else zeros
     return {
-        stem + "qweight": pack_words(codes, 4, 0),
-        stem + "qzeros": pack_words(stored, 4, 1),
+        stem + "qweight": pack_words(codes, bits, 0),
+        stem + "qzeros": pack_words(stored, bits, 1),
         stem + "scales": scales,
         stem + "g_idx": order.to(torch.int32),
     }
@@ -246,7 +252,7 @@ def _ct_config(preset: str, **changed: Any) -> dict[str, Any]:
     return {**config, "format": _FORMATS[preset], "quantization_status": "compressed", "ignore": ["lm_head"]}
 
 
-_W4 = {"group_size": 32}
+_W4, _W3 = {"group_size": 32}, {"group_size": 32, "num_bits": 3}
 # The layouts by name: what makes the tensors of a weight, and the config beside them.
 MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "ct FP8": (_ct("FP8", lambda w: (w.shape[0], w.shape[1]), 448.0), lambda: _ct_config("FP8")),
@@ -259,6 +265,7 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "ct NVFP4, inputs": (_ct("NVFP4", _group(16), 6.0), lambda: _ct_config("NVFP4")),
     "ct W4A16": (_ct("W4A16", _group(32), 7.0, **_W4), lambda: _ct_config("W4A16", **_W4)),
     "ct W4A16_ASYM": (_ct("W4A16_ASYM", _group(32), 7.0, **_W4), lambda: _ct_config("W4A16_ASYM", **_W4)),
+    "ct W3A16_ASYM": (_ct("W4A16_ASYM", _group(32), 3.0, **_W3), lambda: _ct_config("W4A16_ASYM", **_W3)),
     "ct W8A16": (_ct("W8A16", _group(32), 127.0, **_W4), lambda: _ct_config("W8A16", **_W4)),
     "fp8": (_fp8((128, 128), "fp32"), lambda: {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "fp8 bf16": (_fp8((128, 128), "bf16"), lambda: {"quant_method": "fp8", "weight_block_size": [128, 128]}),
@@ -282,6 +289,10 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "modelopt NVFP4_AWQ": (_modelopt_nvfp4_awq, lambda: {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}),
     "modelopt NVFP4": (_modelopt_nvfp4, lambda: {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "gptq": (_gptq, lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
+    "gptq 3": (
+        lambda name, w, amax: _gptq(name, w, amax, bits=3),
+        lambda: {"quant_method": "gptq", "bits": 3, "group_size": 32, "desc_act": False, "sym": False},
+    ),
     "gptq desc_act": (
         lambda name, w, amax: _gptq(name, w, amax, shuffled=True, version=2),
         lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"},
