@@ -21,7 +21,7 @@ from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import cache_scale_name
 from lpconv.layouts.linears import LinearModules, format_groups, fused_groups
 from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
-from lpconv.plan.policy import decide, deciding_rule, form_type
+from lpconv.plan.policy import check_stacks, decide, deciding_rule, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, encode_header, lay_out
@@ -274,6 +274,8 @@ def make_plan(
     _check_free_names(taken)
     for pattern in options.patterns:
         check_matches(pattern, entries)
+    if linears is not None:
+        check_stacks({n: info for n, (info, _) in entries.items()}, options, linears.fused)
     planned = {n: _plan_tensor(info, options, ties.get(n), linears) for n, (info, _) in entries.items()}
     if linears is not None:
         planned |= {t.name: t for t in _keep_groups_whole(planned, linears, options)}

@@ -8,6 +8,7 @@ residual holds the rounding error.
 """
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lpconv.errors import UnsupportedError
@@ -32,6 +33,11 @@ _WIDE = {
         "bias": r"\w*bias",  # biases of experts, one row each
     }.items()
 }
+# 3-D tensors of all experts of a layer, by their names in transformers 5.24.
+_STACK = re.compile(
+    r"\bexperts\.(gate_up_proj|(gate|up|down)_proj|fc[12]\.weight)$|\bmoe\.(gate|up|down)_proj\.weight$"
+    r"|\.(in|out)put_linear\.weight$"
+)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NARROW = 16
 
@@ -48,17 +54,10 @@ def form_type(options: FilledOptions) -> type[Form]:
 def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules | None = None) -> tuple[Form, str]:
     """The form of one tensor in the output, and the reason. `options` have their defaults filled in.
 
-    `linears` are the only modules whose weights the layout converts; None if it converts all. Raises UnsupportedError
-    for several experts in one tensor, unless the options keep it.
+    `linears` are the only modules whose weights the layout converts; None if it converts all.
     """
     fmt, reason = _decide(info, options)
     kind, settings = form_type(options), settings_for(options, linears, info.name)
-    if settings.is_stack and fmt is not None and not kind.of_stacks:
-        block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
-        raise UnsupportedError(
-            f"`{info.name}` contains all experts of a layer, which plain transformers cannot decode in this layout",
-            hint=f"leave them unconverted with --exclude '*{block}*', or convert them with --layout lpconv",
-        )
     is_other = settings.is_stack or (settings.is_table and deciding_rule(info.name, options) is not None)
     if linears is not None and info.name not in linears.weights and not is_other:
         fmt, reason = None, f"not a Linear weight, which {options.layout} requires"
@@ -69,6 +68,25 @@ def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules |
     if fmt is None or refused is not None:
         return Kept.unchanged(info), refused or reason
     return kind.of(info.name, shape, fmt, settings), reason
+
+
+def check_stacks(infos: Mapping[str, TensorInfo], options: FilledOptions, fused: Collection[str] | None = None) -> None:
+    """Raise UnsupportedError for tensors of several experts that options convert, but the layout cannot store.
+
+    `fused` are their names; None for those that their name and shape give away.
+    """
+    if fused is None:
+        fused = [n for n, info in infos.items() if len(info.shape) == 3 and _STACK.search(n)]
+    refused = [n for n in infos if n in fused and _decide(infos[n], options)[0] is not None]
+    if not refused or form_type(options).of_stacks:
+        return
+    blocks = dict.fromkeys(n.removesuffix(".weight").split(".")[-2] for n in refused)
+    excludes = " ".join(f"--exclude '*.{block}.*'" for block in blocks)
+    raise UnsupportedError(
+        f"`{refused[0]}` contains all experts of a layer, which plain transformers cannot decode in this layout",
+        hint=f"leave them unconverted with {excludes}, or convert them with --layout lpconv, or those of gpt-oss with "
+        "--scheme GPT_OSS_MXFP4",
+    )
 
 
 def settings_for(options: FilledOptions, linears: LinearModules | None = None, name: str = "") -> FormSettings:

@@ -73,6 +73,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune t5 --data chats.jsonl": (2, "--label-column"),
     "finetune t5 --dry-run": (4, "seq2seq"),
     "convert lacking": (3, "`model.layers.1.mlp.up_proj.weight`"),
+    "convert experts --scheme FP8_DYNAMIC": (4, "--exclude '*.experts.*'"),
+    "convert demo --scheme FP8_DYNAMIC --rule *embed*=e4m3fn": (4, "mlx"),
     "verify out --against wider": (3, "`wider`"),
     "finetune vit": (4, "`ViT"),
     "bench vit": (4, "`ViT"),
@@ -263,7 +265,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         shutil.copytree(demo_checkpoint(), folder / name)
     (folder / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     os.truncate(folder / "cut" / "model.safetensors", 5000)
-    for name in ("chat", "foreign", "lacking", "wider"):
+    for name in ("chat", "experts", "foreign", "lacking", "wider"):
         shutil.copytree(demo_checkpoint(), folder / name)
     (folder / "chat" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     tokenizer = json.loads((folder / "foreign" / "tokenizer.json").read_text())
@@ -274,6 +276,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     weights = load_file(folder / "lacking" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "lacking" / "model.safetensors")
+    weights["model.layers.1.mlp.experts.gate_up_proj"] = torch.ones(2, 8, 8)
+    save_file(weights, folder / "experts" / "model.safetensors")
     weights = {name: torch.cat([x, x]) for name, x in load_file(folder / "wider" / "model.safetensors").items()}
     save_file(weights, folder / "wider" / "model.safetensors")
     convert("demo", folder / "out", ConvertOptions(verify="none"))
@@ -281,8 +285,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
-        "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "foreign", "lacking", "lfs",
-        "models", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
+        "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "experts", "foreign", "lacking",
+        "lfs", "models", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
