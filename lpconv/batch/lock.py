@@ -77,17 +77,11 @@ def read_lock(path: Path) -> Lock | None:
         ) from e
 
 
-def begin_lock(path: Path) -> Lock:
-    """Read the lock file, creating it if needed. Raises ResourceError if it cannot be written, before any work."""
-    return _update_lock(path, lambda lock: lock)
+def update_lock(path: Path, change: Callable[[Lock], Lock] = lambda lock: lock) -> Lock:
+    """Change the lock file, or create it. Returns the new contents, including entries of other processes.
 
-
-def write_entry(path: Path, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> Lock:
-    """Add or replace an entry in the lock file. Returns the new contents, including entries of other processes."""
-    return _update_lock(path, lambda lock: lock.with_entry(entry, jobs))
-
-
-def _update_lock(path: Path, change: Callable[[Lock], Lock]) -> Lock:
+    Raises ResourceError if it cannot be written.
+    """
     with _lock_for_writing(path):
         lock = change(read_lock(path) or Lock())
         write_small(path, ordered_json_text(to_json(lock)))

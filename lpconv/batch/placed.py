@@ -266,7 +266,7 @@ class Schedule:
     def _finish_job(self, job: BatchJob, result: JobResult) -> None:
         """Record the result of a job; its time includes the time of the longest part."""
         result = replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
-        self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
+        self._record(result, JobFailedError(job.id, result.error) if result.error else None)
 
     def _record(self, result: JobResult, error: BaseException | None = None) -> None:
         if result.id not in self._results:

@@ -8,14 +8,13 @@ from pathlib import Path
 from lpconv.batch.kinds import KINDS, BatchJob
 from lpconv.batch.lock import (
     Lock,
-    begin_lock,
     check_lockable,
     check_locked_result,
     lock_entry,
     pinned_options,
     read_lock,
     stale_reasons,
-    write_entry,
+    update_lock,
 )
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
@@ -67,7 +66,7 @@ def run_batch(
     """
     jobs = select_jobs(manifest, options.only)
     reads_lock = options.locked or options.dry_run
-    lock = read_lock(manifest.lock_path) if reads_lock else begin_lock(manifest.lock_path)
+    lock = read_lock(manifest.lock_path) if reads_lock else update_lock(manifest.lock_path)  # before any work
     if options.locked:
         check_lockable(manifest, jobs, lock)
     progress, started = progress or Silent(), time.monotonic()
@@ -111,7 +110,7 @@ class _BatchRun:
             check_locked_result(job, entry, outcome)
         else:
             entry = lock_entry(job, outcome, self.manifest.folder)
-            self.lock = write_entry(self.manifest.lock_path, entry, self.manifest.jobs)
+            self.lock = update_lock(self.manifest.lock_path, lambda lock: lock.with_entry(entry, self.manifest.jobs))
         return job_result(job, DONE[job.kind], **fields_from(JobFindings, outcome))
 
     def known_result(self, job: BatchJob) -> JobResult | None:

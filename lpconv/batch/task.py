@@ -102,9 +102,9 @@ def run_task(
     *,
     cores: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
-    begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    stopping: threading.Event | None = None,
 ) -> Answer:
-    """Run a task on this machine and wait for it. An exception in this thread, such as a cancellation, ends the task.
+    """Run a task on this machine and wait for it. `stopping`, or an exception in this thread, ends the task.
 
     The task is pinned to `cores`, if given, and is killed if this thread dies.
     """
@@ -119,7 +119,6 @@ def run_task(
             env=dict(os.environ) | dict(environment or {}),
             start_new_session=True,  # Ctrl-C goes only to the waiting process
         )
-        begun(process)
         lines: list[str] = [""]
         assert process.stderr is not None
         reader = threading.Thread(target=_forward_lines, args=(process.stderr, task.name, say, lines), daemon=True)
@@ -128,6 +127,8 @@ def run_task(
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)  # cancellations arrive between two system calls
+                if stopping is not None and stopping.is_set():
+                    _end(process)
         except BaseException:
             _end(process)
             raise
@@ -174,8 +175,7 @@ class LocalExecutor:
     def __init__(self, parallel: int, say: Callable[[str], None], *, wants_gpus: bool = False) -> None:
         self._say, self._lock = say, threading.Lock()
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="lpconv-batch")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_stopped = False
+        self._stopping = threading.Event()
         self._places = parallel
         self._cores = usable_cores()
         self._gpus = _gpu_names() if wants_gpus else []
@@ -198,37 +198,21 @@ class LocalExecutor:
         return self._pool.submit(self._run, task, cores, gpus)
 
     def stop(self) -> None:
-        with self._lock:
-            self._is_stopped = True
-            for process in self._processes:
-                process.terminate()
-        late = threading.Timer(GRACE_S, self._kill)
-        late.daemon = True
-        late.start()
+        self._stopping.set()
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-
     def _run(self, task: JobTask, cores: list[int], gpus: list[str]) -> Answer:
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         try:
-            return run_task(task, self._say, cores=cores, environment=environment, begun=self._track_process)
+            return run_task(task, self._say, cores=cores, environment=environment, stopping=self._stopping)
         finally:
             with self._lock:
                 self._places += 1
                 self._memory += task.needs.memory
                 self._cores += cores
                 self._gpus += gpus
-
-    def _track_process(self, process: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            self._processes.append(process)
-            if self._is_stopped:
-                process.terminate()
 
 
 def _gpu_names() -> list[str]:

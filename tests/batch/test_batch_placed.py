@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import lpconv
-from lpconv.batch.lock import begin_lock, read_lock, write_entry
+from lpconv.batch.lock import read_lock, update_lock
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, run_batch
@@ -286,8 +286,8 @@ def test_two_batches_at_once_lose_no_entry_of_the_lock(folder: Path) -> None:
     jobs.lock_path.unlink()
 
     def enter_some(number: int) -> None:
-        begin_lock(jobs.lock_path)
-        write_entry(jobs.lock_path, replace(entry, id=f"j{number}"), jobs.jobs)
+        update_lock(jobs.lock_path)
+        update_lock(jobs.lock_path, lambda lock: lock.with_entry(replace(entry, id=f"j{number}"), jobs.jobs))
 
     threads = [threading.Thread(target=enter_some, args=(i,)) for i in range(8)]
     for thread in threads:
