@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
+from onnx_ir.tape import Tape
 from torch import Tensor
 
 from lpconv.export.options import integer_grid
@@ -131,7 +132,10 @@ def rewrite(
     Stored tensors that the graph does not use, such as the pooler of a model without one, are left out. Returns counts
     by stored form, the parameters that no stored tensor decodes to, and the weights that are stored decoded.
     """
-    waiting = _by_value(model.graph, parameters)
+    waiting: dict[bytes, list[ir.Value]] = {}
+    for name, value in model.graph.initializers.items():
+        if name in parameters:
+            waiting.setdefault(_key(parameters[name]), []).append(value)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     decoded: list[StoredWeight] = []
@@ -142,19 +146,11 @@ def rewrite(
         decoded += [weight] if weight.decoded_from else []
         counts[weight.form] += 1
         sizes[weight.form] += weight.size_bytes
-        if not _is_plain(weight):
+        if weight.form != "fp32":
             _replace(model.graph, initializers, weight)
     forms = tuple(FormatCount(form=f, num_tensors=n, size_bytes=sizes[f]) for f, n in counts.most_common())
     unmatched = tuple(v.name or "" for values in waiting.values() for v in values)
     return forms, unmatched, tuple(decoded)
-
-
-def _by_value(graph: ir.Graph, parameters: Mapping[str, Tensor]) -> dict[bytes, list[ir.Value]]:
-    table: dict[bytes, list[ir.Value]] = {}
-    for name, value in graph.initializers.items():
-        if name in parameters:
-            table.setdefault(_key(parameters[name]), []).append(value)
-    return table
 
 
 def _key(x: Tensor) -> bytes:
@@ -164,69 +160,50 @@ def _key(x: Tensor) -> bytes:
     return digest.digest()
 
 
-def _is_plain(weight: StoredWeight) -> bool:
-    """Whether the weight is stored as unscaled fp32, so that the graph needs no change."""
-    (first, *rest) = weight.components
-    return not rest and first.codes.dtype == torch.float32 and not first.is_scaled
-
-
 def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWeight) -> None:
     """Replace every use of `initializers`, which hold the same weight, by the sum of its components."""
     name = initializers[0].name or ""
     for value in initializers:
         assert value.name is not None
         graph.initializers.pop(value.name)
-    nodes: list[ir.Node] = []
-    total = _add_decoding(graph, nodes, name, weight.components[0])
+    tape = Tape()
+    total = _add_decoding(tape, name, weight.components[0])
     for component in weight.components[1:]:
-        low = _add_decoding(graph, nodes, f"{name}_residual", component)
-        total = _add_node(nodes, "Add", [total, low], f"{name}_sum")
+        low = _add_decoding(tape, f"{name}_residual", component)
+        total = _add_node(tape, "Add", [total, low], f"{name}_sum")
     ir.convenience.replace_all_uses_with(initializers, [total] * len(initializers))
     total.shape, total.type = initializers[0].shape, initializers[0].type
-    graph.insert_before(graph[0], nodes)
+    for value in tape.initializers:
+        graph.register_initializer(value)
+    graph.insert_before(graph[0], tape.nodes)
 
 
-def _add_decoding(graph: ir.Graph, nodes: list[ir.Node], name: str, component: ComponentValues) -> ir.Value:
+def _add_decoding(tape: Tape, name: str, component: ComponentValues) -> ir.Value:
     """The value of one component by DequantizeLinear, which runtimes recognise; for 16 and 32 bits by Cast and Mul."""
     scale = torch.as_tensor(component.scale, dtype=torch.float32)
     if component.format:
-        codes = _add_tensor(graph, ir.tensor(component.codes.numpy(), dtype=_ONNX_INTEGERS[component.format]), name)
-        inputs = [codes, _add_initializer(graph, f"{name}_scale", scale)]
+        integers = ir.tensor(component.codes.numpy(), dtype=_ONNX_INTEGERS[component.format], name=name)
+        inputs = [tape.initializer(integers), _add_tensor(tape, f"{name}_scale", scale)]
         # A scale per row is a group as well: ONNX Runtime 1.32 rounds the inputs of integers with a scale per row.
-        sizes = {"axis": 1, "block_size": component.codes.shape[1] // scale.shape[1]}
-        attributes = [ir.AttrInt64(key, size) for key, size in sizes.items()]
-        return _add_node(nodes, "DequantizeLinear", inputs, f"{name}_add_decoding", attributes)
-    codes = _add_initializer(graph, name, component.codes)
+        size = component.codes.shape[1] // scale.shape[1]
+        return _add_node(tape, "DequantizeLinear", inputs, f"{name}_add_decoding", axis=1, block_size=size)
+    codes = _add_tensor(tape, name, component.codes)
     if component.codes.dtype in FLOAT8:
-        zero = _add_initializer(graph, f"{name}_zero_point", torch.zeros(scale.shape, dtype=component.codes.dtype))
-        inputs = [codes, _add_initializer(graph, f"{name}_scale", scale), zero]
-        return _add_node(nodes, "DequantizeLinear", inputs, f"{name}_add_decoding", [ir.AttrInt64("axis", 0)])
+        zero = _add_tensor(tape, f"{name}_zero_point", torch.zeros(scale.shape, dtype=component.codes.dtype))
+        inputs = [codes, _add_tensor(tape, f"{name}_scale", scale), zero]
+        return _add_node(tape, "DequantizeLinear", inputs, f"{name}_add_decoding", axis=0)
     value = codes
     if component.codes.dtype != torch.float32:
-        to = ir.AttrInt64("to", ir.DataType.FLOAT.value)
-        value = _add_node(nodes, "Cast", [codes], f"{name}_cast", [to])
+        value = _add_node(tape, "Cast", [codes], f"{name}_cast", to=ir.DataType.FLOAT.value)
     if not component.is_scaled:
         return value
     scale = scale.unsqueeze(1) if scale.dim() else scale
-    return _add_node(nodes, "Mul", [value, _add_initializer(graph, f"{name}_scale", scale)], f"{name}_add_decoding")
+    return _add_node(tape, "Mul", [value, _add_tensor(tape, f"{name}_scale", scale)], f"{name}_add_decoding")
 
 
-def _add_initializer(graph: ir.Graph, name: str, x: Tensor) -> ir.Value:
-    return _add_tensor(graph, tensor_adapters.TorchTensor(x.contiguous()), name)
+def _add_tensor(tape: Tape, name: str, x: Tensor) -> ir.Value:
+    return tape.initializer(tensor_adapters.TorchTensor(x.contiguous(), name))
 
 
-def _add_tensor(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-    tensor.name = name
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
-
-
-def _add_node(
-    nodes: list[ir.Node], op: str, inputs: Sequence[ir.Value], name: str, attributes: Sequence[ir.Attr] = ()
-) -> ir.Value:
-    node = ir.Node("", op, inputs, attributes, name=name)
-    nodes.append(node)
-    (output,) = node.outputs
-    output.name = name
-    return output
+def _add_node(tape: Tape, op: str, inputs: Sequence[ir.Value], name: str, **attributes: int) -> ir.Value:
+    return tape.op(op, inputs, attributes, name=name, output=ir.Value(name=name))

@@ -44,7 +44,11 @@ def export(
     watched = checkpoint.watch()
     check_complete(checkpoint, allow_missing=options.allow_missing)
     identity = {"export": checkpoint.origin.name, "opset": opset}
-    with Staging(output, identity, force=options.force) as staging, _discard_on_failure(staging):
+    with (
+        Staging(output, identity, force=options.force) as staging,
+        staging.discard_on_failure(),
+        _keep_rejected(staging),
+    ):
         source = checkpoint.record(lambda name: sha256_of(checkpoint.directory / name))
         result = _write_model(staging.directory, source, checkpoint, options, opset, progress)
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
@@ -92,8 +96,8 @@ def _write_model(
 
 
 @contextlib.contextmanager
-def _discard_on_failure(staging: Staging) -> Iterator[None]:
-    """Delete the output of a failed run, except a file that fails its validation: that is kept as OUT.failed."""
+def _keep_rejected(staging: Staging) -> Iterator[None]:
+    """Keep a file that fails its validation as OUT.failed."""
     try:
         yield
     except VerificationError as e:
@@ -102,9 +106,6 @@ def _discard_on_failure(staging: Staging) -> Iterator[None]:
         rejected = staging.set_aside()
         hint = f"the rejected file is in `{rejected}`" + (f"; {e.hint}" if e.hint else "")
         raise VerificationError(e.message, hint=hint, details=e.details) from e
-    except BaseException:
-        staging.discard()
-        raise
 
 
 def _describe(graph: ir.Model, source: SourceRecord, checkpoint: Checkpoint) -> None:
