@@ -11,13 +11,14 @@ interval leaves this open rules out nothing.
 Error feedback keeps the size but takes minutes, and its noise in the weights is larger by design. So it is tried last,
 on the conversions smaller than the answer, the largest first, until one does not keep the quality.
 
-`--bits` chooses a format for each tensor, so that the checkpoint has at most so many bits per weight. All tensors start
-in a narrow format. The cost of each is measured by converting that tensor alone; those with the largest cost per
-additional byte are raised to a wider format until the bits are used up.
+`--bits` chooses a format for each part, so that the checkpoint has at most so many bits per weight. A part is a tensor,
+the weights that readers fuse, or the experts of a layer. All start in a narrow format. The cost of each is measured by
+converting that part alone; those with the largest cost per additional byte are raised to a wider format until the bits
+are used up.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +34,10 @@ from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, UsageError, problem_text
+from lpconv.layouts.linears import format_groups, group_pattern
+from lpconv.layouts.reader import stored_shapes
 from lpconv.models.inputs import vocabulary_size
+from lpconv.models.whole import linears_of
 from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import AdviceRow, GapEstimate, LayerPart, PeakRecord, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
@@ -326,26 +330,28 @@ def base_for(subject: Subject, bits: float) -> Base:
     )
 
 
-def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
-    """(name, settings) of the base with those tensors raised whose cost per additional byte is largest."""
+def raise_costly_parts(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
+    """(name, settings) of the base with those parts raised whose cost per additional byte is largest."""
     model, records = open_converted(subject, base.settings, progress)
-    parts = parts_of(subject, model, records, deadline, progress)
-    sizes = {r.name: r.bytes_out for r in records}
-    chosen = _choose(parts, sizes, base)
+    parts, _ = parts_of(subject, model, records, deadline, progress)
+    bytes_of = {r.name: r.bytes_out for r in records}
+    sizes = {group_pattern(names): sum(bytes_of[n] for n in names) for names in format_groups(_converted(records))}
+    chosen = choose_parts(parts, sizes, base, metric=subject.metric)
     rules = [f"{p.tensor}={base.raised}" for p in chosen]
     to = "kept" if base.raised == "keep" else f"in {base.raised}"
-    name = f"{describe_conversion(base.settings)} with {len(chosen)} of {len(parts)} tensors {to}"
+    name = f"{describe_conversion(base.settings)} with {len(chosen)} of {len(parts)} parts {to}"
     return name, base.settings | {"rules": rules}
 
 
-def _choose(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> list[LayerPart]:
-    """Choose tensors greedily, by divergence saved per byte."""
+def choose_parts(parts: Sequence[LayerPart], sizes: Mapping[str, int], base: Base, *, metric: str) -> list[LayerPart]:
+    """Choose parts greedily, by divergence saved per byte. Relative errors of outputs add up in squares."""
+    power = 1 if metric == "loss" else 2
 
     def extra(part: LayerPart) -> float:
         return sizes[part.tensor] * (base.raised_bits / part.bits - 1)
 
     left, chosen = base.spare_bytes, []
-    for part in sorted(parts, key=lambda p: -p.divergence / max(extra(p), 1.0)):
+    for part in sorted(parts, key=lambda p: -(p.divergence**power) / max(extra(p), 1.0)):
         if 0 < extra(part) <= left:
             chosen.append(part)
             left -= extra(part)
@@ -354,52 +360,73 @@ def _choose(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> li
 
 def parts_of(
     subject: Subject, model: Any, records: Sequence[TensorRecord], deadline: Deadline, progress: Progress
-) -> tuple[LayerPart, ...]:
-    """The cost of each parameter in which the converted `model` differs from the subject, as far as time allows.
+) -> tuple[tuple[LayerPart, ...], float | None]:
+    """The cost of each part in which the converted `model` differs from the subject, and of all parts together.
 
-    The largest parameters come first, because formats are chosen for those.
+    A part is a tensor, the weights that readers fuse, or the experts of a layer. The largest come first, because
+    formats are chosen for those. If time runs out, the others are missing and the cost of all is None.
     """
     own, other = dict(subject.model.named_parameters()), dict(model.named_parameters())
-    changed = sorted((n for n in own if not torch.equal(own[n], other[n])), key=lambda n: -own[n].numel())
+    changed = [n for n in own if not torch.equal(own[n], other[n])]
+    checkpoint, converted = subject.prepared.checkpoint, _converted(records)
+    experts = linears_of(checkpoint, stored_shapes(checkpoint)).experts
+    groups = ((names, _parameters_of(names, changed, experts)) for names in format_groups(converted))
+    held = sorted((g for g in groups if g[1]), key=lambda g: -sum(own[n].numel() for n in g[1]))
     windows = subject.windows[:_WINDOWS]
     with torch.inference_mode():
         wanted = [outputs_of(subject.model, w) for w in windows]
     parts: list[LayerPart] = []
     with suppress(TimeIsUp):
-        for name in counted(changed, "cost of each tensor", "tensors", progress):
-            record = _record_of(name, records)
+        for names, parameters in counted(held, "cost of each part", "parts", progress):
             if deadline.left_s <= 0:
                 break
-            if record is not None:
-                parts.append(_part(record, _divergence(subject, own[name], other[name], windows, wanted)))
-    return tuple(sorted(parts, key=lambda p: -p.divergence))
+            values = {n: other[n] for n in parameters}
+            parts.append(_part([converted[n] for n in names], _divergence(subject, values, windows, wanted)))
+    is_whole = len(parts) == len(held)
+    whole = _divergence(subject, {n: other[n] for n in changed}, windows, wanted) if is_whole else None
+    return tuple(sorted(parts, key=lambda p: -p.divergence)), whole
 
 
-def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], wanted: Sequence[Tensor]) -> float:
-    """Divergence of the outputs when one parameter has the other model's values."""
-    own_values, own.data = own.data, other.data
+def _divergence(
+    subject: Subject, values: Mapping[str, Tensor], windows: Sequence[Any], wanted: Sequence[Tensor]
+) -> float:
+    """Divergence of the outputs when some parameters have other values."""
+    parameters = dict(subject.model.named_parameters())
+    own = {n: parameters[n].data for n in values}
     try:
+        for name, value in values.items():
+            parameters[name].data = value.data
         with torch.inference_mode():
             checks = [compare_outputs(a, outputs_of(subject.model, w)) for a, w in zip(wanted, windows, strict=True)]
     finally:
-        own.data = own_values
-    values = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
-    return max(0.0, sum(math.inf if v is None else v for v in values) / len(values))
+        for name, data in own.items():
+            parameters[name].data = data
+    gaps = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
+    return max(0.0, sum(math.inf if gap is None else gap for gap in gaps) / len(gaps))
 
 
-def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:
-    """The record of a parameter's tensor: transformers may add or remove a prefix of its name."""
-    ends = f".{parameter}"
-    named = (r for r in records if ends.endswith(f".{r.name}") or r.name.endswith(ends))
-    return next((r for r in named if r.action == "convert"), None)
+def _converted(records: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
+    return {r.name: r for r in records if r.action == "convert"}
 
 
-def _part(record: TensorRecord, divergence: float) -> LayerPart:
-    elements = math.prod(record.shape)
+def _parameters_of(names: Iterable[str], parameters: Iterable[str], experts: Mapping[str, str]) -> list[str]:
+    """The parameters that hold stored tensors: transformers adds or removes prefixes of names, and merges experts."""
+    ends, modules = [f".{n}" for n in names], {experts[n] for n in names if n in experts}
+
+    def holds(parameter: str) -> bool:
+        named = f".{parameter}"
+        return parameter.rpartition(".")[0] in modules or any(named.endswith(e) or e.endswith(named) for e in ends)
+
+    return [p for p in parameters if holds(p)]
+
+
+def _part(records: Sequence[TensorRecord], divergence: float) -> LayerPart:
+    """The cost of tensors that are decided together."""
+    elements = sum(math.prod(r.shape) for r in records)
     return LayerPart(
-        tensor=record.name,
-        format=record.format or "",
-        bits=8 * record.bytes_out / elements if elements else 0.0,
-        sqnr_db=record.sqnr_db,
+        tensor=group_pattern([r.name for r in records]),
+        format=records[0].format or "",
+        bits=8 * sum(r.bytes_out for r in records) / elements if elements else 0.0,
+        sqnr_db=min((r.sqnr_db for r in records if r.sqnr_db is not None), default=None),
         divergence=divergence,
     )

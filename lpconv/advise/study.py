@@ -19,7 +19,7 @@ from lpconv.advise.infer import (
     measure_conversion,
     measure_conversions,
     parts_of,
-    raise_costly_tensors,
+    raise_costly_parts,
 )
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
@@ -148,14 +148,15 @@ def _infer(
         result = _merge_rows(result, rows)
         yield result
     if base is not None:
-        name, settings = raise_costly_tensors(subject, base, limit.part(_PARTS_SHARE), limit)
+        name, settings = raise_costly_parts(subject, base, limit.part(_PARTS_SHARE), limit)
         result = _merge_rows(result, [measure_conversion(trial, name, settings, limit)])
         yield result
     chosen = best(result.rows, "infer")
     if chosen is not None and (chosen.calibration_s or 0.0) < limit.left_s:
         model, records = open_converted(subject, chosen.settings, limit)
         most = Deadline(min(limit.left_s, limit.spent_s * _PARTS_SHARE), limit)
-        yield replace(result, parts=parts_of(subject, model, records, most, limit), parts_of=chosen.name)
+        parts, whole = parts_of(subject, model, records, most, limit)
+        yield replace(result, parts=parts, parts_whole=whole, parts_of=chosen.name)
 
 
 def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:

@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -73,6 +73,16 @@ def format_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
         layer = _EXPERT.match(name)
         groups.setdefault(layer[1] if layer else _fused_into(name) or name, []).append(name)
     return [tuple(group) for group in groups.values()]
+
+
+def group_pattern(names: Sequence[str]) -> str:
+    """A pattern for `--rule` and `--exclude` that matches the tensors of a group from `format_groups`."""
+    if len(names) == 1:
+        return names[0]
+    if layer := _EXPERT.match(names[0]):
+        return f"{layer[1]}.*"
+    stem, leaves = names[0].rsplit(".", 2)[0], (name.split(".")[-2] for name in names)
+    return f"re:^{stem}.({'|'.join(leaves)}).weight"
 
 
 def _fused_into(name: str) -> tuple[str, tuple[str, ...]] | None:

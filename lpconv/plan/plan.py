@@ -19,7 +19,7 @@ from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf.arranged import TRANSPOSED, arranged
 from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import cache_scale_name
-from lpconv.layouts.linears import LinearModules, format_groups, fused_groups
+from lpconv.layouts.linears import LinearModules, format_groups, fused_groups, group_pattern
 from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
 from lpconv.plan.policy import check_stacks, decide, deciding_rule, form_type
 from lpconv.plan.settings import shaping_options
@@ -320,13 +320,10 @@ def _keep_groups_whole(
         if len({t.format for t in group}) < 2:
             continue
         if any(options.decides(t.name) for t in group):
-            stem, leaves = group[0].module.rpartition(".")[0], [t.module.rpartition(".")[2] for t in group]
-            stored = (
-                f"{leaf} ({t.format.name if t.format else 'kept'})" for leaf, t in zip(leaves, group, strict=True)
-            )
+            stored = (f"{t.module.rpartition('.')[2]} ({t.format.name if t.format else 'kept'})" for t in group)
             raise UsageError(
-                f"`{stem}`: {readers} fuse {', '.join(stored)}, so these need one format",
-                hint=f"'re:{stem}.({'|'.join(leaves)})' matches all; --allow-mixed-groups is for other readers",
+                f"`{group[0].module.rpartition('.')[0]}`: {readers} fuse {', '.join(stored)}, so these need one format",
+                hint=f"'{group_pattern(names)}' matches all; --allow-mixed-groups is for other readers",
             )
         part = next(t for t in group if t.format is None).module.rpartition(".")[2]
         reason = f"{readers} fuse it with `{part}`, {MISFIT}"

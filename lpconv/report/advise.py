@@ -11,14 +11,14 @@ from lpconv.report.document import Bullets, Code, Document, Folded, Section, Tab
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
-_PARTS = 12  # most tensors in the table
+_PARTS = 12  # most parts in the table
 _HEADINGS = {"infer": "Inference", "train": "Training"}
 _COLUMNS = {
     "infer": ("Conversion", "Size", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
     "train": ("Recipe", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
 }
-_PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
-_BARS = 8  # most tensors in the chart
+_PART_COLUMNS = ("Weights", "Format", "Bits", "SQNR, dB", "Part")
+_BARS = 8  # most parts in the chart
 _USUAL_NOISE = 1e-3  # of the weights, relative to the signal, which models usually bear: 30 dB, as in 8-bit floats
 _MOST_WINDOWS = 64  # of a text, on which a conversion is measured
 _ITSELF = Mark(kind="series-2", shape="square", title="the model itself")
@@ -41,7 +41,7 @@ def advice_document(result: AdviceResult) -> Document:
             ),
             section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), _parts_chart(result)),
             *(_candidate_section(result, p) for p in _HEADINGS),
-            section(f"Where {result.parts_of} costs most", parts),
+            section(f"Where {result.parts_of} costs most", parts, _sum_words(result)),
             section("One step in low precision", Bullets(lines=result.findings)),
             section("What this does not cover", Bullets(lines=result.unknowns)),
         ),
@@ -286,9 +286,19 @@ def noise_findings(noise: Iterable[RecipeNoise]) -> tuple[str, ...]:
 def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
     unit = " nats" if result.metric == "loss" else ""
     return tuple(
-        (p.tensor, p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")
+        (p.tensor.removeprefix("re:^"), p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")
         for p in result.parts[:_PARTS]
     )
+
+
+def _sum_words(result: AdviceResult) -> str | None:
+    """How well the parts predict the cost of the whole; None if not all were measured."""
+    if result.parts_whole is None:
+        return None
+    power, unit = (1, " nats") if result.metric == "loss" else (2, "")
+    total = sum(p.divergence**power for p in result.parts) ** (1 / power)
+    what = "parts add up" if power == 1 else "squares of the parts add up"
+    return f"The {what} to {total:.2g}{unit}; all together cost {result.parts_whole:.2g}{unit}."
 
 
 def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | None:
@@ -365,8 +375,11 @@ def _is_drawn(row: AdviceRow) -> bool:
 
 
 def _parts_chart(result: AdviceResult) -> Chart | None:
-    """The tensors that cost most, as bars."""
-    bars = [Bar(name=p.tensor, text=f"{p.divergence:.1e}", lengths=(p.divergence,)) for p in result.parts[:_BARS]]
+    """The parts that cost most, as bars."""
+    bars = [
+        Bar(name=p.tensor.removeprefix("re:^"), text=f"{p.divergence:.1e}", lengths=(p.divergence,))
+        for p in result.parts[:_BARS]
+    ]
     words = "nats of divergence" if result.metric == "loss" else "relative error of the output"
-    about = f"Cost of storing only that tensor as {result.parts_of}; the most expensive ones."
-    return bar_chart("Cost of each tensor", about, bars, x_label=words, tick=lambda value: f"{value:.2g}")
+    about = f"Cost of storing only this part as {result.parts_of}; the most expensive ones."
+    return bar_chart("Cost of each part", about, bars, x_label=words, tick=lambda value: f"{value:.2g}")

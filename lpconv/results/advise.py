@@ -53,10 +53,11 @@ class AdviceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPart:
-    """Cost of converting a single tensor of a candidate.
+    """Cost of converting a part of a candidate: a tensor, or all that match the pattern `tensor`.
 
     `divergence` is the mean KL divergence of the model's predictions on the text in nats, or for models that predict no
-    tokens the relative error of the output. `format` is the stored format, `bits` per element.
+    tokens the relative error of the output. `format` is the stored format, `bits` per element,
+    and `sqnr_db` the lowest of a tensor.
     """
 
     tensor: str
@@ -85,9 +86,10 @@ class Recommendation:
 class AdviceResult(RunResult):
     """Result of `lpconv advise`: rows (best first), one recommendation per purpose, and what could not be measured.
 
-    `metric` is the unit of inference gaps: "loss" or "output". `parts` belong to the row `parts_of`. `findings` are
-    sentences from the probe. `source_bytes` is the size of the model's weight files, `steps_tried` the number of steps
-    of the training runs (0 if none ran). `interrupted`: measurements are missing because the user stopped the run.
+    `metric` is the unit of inference gaps: "loss" or "output". `parts` belong to the row `parts_of`, and
+    `parts_whole` is the divergence of all together, if all were measured. `findings` are sentences from the probe.
+    `source_bytes` is the size of the model's weight files, `steps_tried` the number of steps of the training runs (0 if
+    none ran). `interrupted`: measurements are missing because the user stopped the run.
     """
 
     kind: str = "advice"
@@ -100,6 +102,7 @@ class AdviceResult(RunResult):
     recommendations: tuple[Recommendation, ...] = ()
     parts: tuple[LayerPart, ...] = ()
     parts_of: str | None = None
+    parts_whole: float | None = None
     findings: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
     seconds: float = 0.0

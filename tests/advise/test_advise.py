@@ -19,6 +19,7 @@ from lpconv.advise import candidates, infer, study, train
 from lpconv.advise.candidates import judge_row
 from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
+from lpconv.advise.record import command_for
 from lpconv.advise.run import advise
 from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
@@ -90,10 +91,18 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert len(mixed.settings["rules"]) > 0
     assert rows["unit e4m3fn"].size_bytes < mixed.size_bytes < 12 / 16 * rows["unit fp16"].size_bytes * 1.01
     assert result.recommendations[0].row in rows
-    assert sum(p.divergence for p in result.parts) > 0
+    assert result.parts_whole
+    assert sum(p.divergence for p in result.parts) == pytest.approx(result.parts_whole, rel=0.2)
     assert "<svg" in (out / "advice.html").read_text()
     typed = shlex.split(result.recommendations[0].command or "")[1:]
     assert CliRunner().invoke(app, [*typed, "--dry-run"]).exit_code == 0
+    typed = shlex.split(command_for("demo", mixed, AdviseOptions()))[1:]
+    planned = json.loads(CliRunner().invoke(app, [*typed, "--dry-run", "--json"]).stdout)
+    formats = {t["name"]: t["format"] for t in planned["tensors"]}
+    fused = [[f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]]
+    groups = [{formats[f"model.layers.{i}.{module}.weight"] for module in group} for i in range(4) for group in fused]
+    assert all(len(group) == 1 for group in groups)
+    assert len(set.union(*groups)) == 2
     job = load_manifest(out / "jobs.yaml").jobs[0]
     assert isinstance(job.options, ConvertOptions)
     converted = convert(job.model, tmp_path / "out", job.options)
