@@ -248,6 +248,8 @@ def with_keywords(record: type[Any]) -> Callable[[Callable[..., T]], Callable[..
 
         @functools.wraps(call)
         def function(*args: Any, **keywords: Any) -> T:
+            for name in keywords:
+                find(f"option of {call.__name__}", name, {**own.parameters, **declared, **plain})
             chosen = {n: _given(declared[n], keywords.pop(n)) for n in declared if n in keywords}
             fields = {n: keywords.pop(n) for n in plain if n in keywords}
             bound = own.bind_partial(*args, **keywords)
@@ -258,6 +260,9 @@ def with_keywords(record: type[Any]) -> Callable[[Callable[..., T]], Callable[..
                     f"{call.__name__}: {next(iter(chosen | fields))} and `options` cannot be combined",
                     hint=f"set it in {record.__name__}, or pass keywords only",
                 )
+            for name, p in own.parameters.items():
+                if p.default is p.empty and bound.arguments.get(name) is None:
+                    raise UsageError(f"{call.__name__} needs `{name}`", hint=f"see help(lpconv.{call.__name__})")
             return call(*bound.args, **bound.kwargs)
 
         words = (f"    {n}: {d.help}" for n, d in declared.items() if n not in own.parameters)

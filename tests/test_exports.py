@@ -68,10 +68,15 @@ def test_one_import_is_enough_and_its_calls_list_their_options(tmp_path: Path) -
     assert lpconv.inspect(tmp_path / "fp8").layout == "lpconv"
     assert lpconv.verify(tmp_path / "fp8", against="demo").passed
     lpconv.restore(tmp_path / "fp8", str(tmp_path / "plain"))
-    with pytest.raises(TypeError, match="formt"):
-        lpconv.convert("demo", tmp_path / "other", formt="e4m3fn")
-    with pytest.raises(lpconv.errors.UsageError, match="format"):
-        lpconv.convert("demo", tmp_path / "other", ConvertOptions(), format="e4m3fn")
+    for words, named in (
+        ({"formt": "e4m3fn"}, "formt"),
+        ({"options": ConvertOptions(), "format": "e4m3fn"}, "format"),
+        ({"model": None}, "model"),
+        ({"model": 3}, "3"),
+        ({"output": None}, "output"),
+    ):
+        with pytest.raises(lpconv.errors.UsageError, match=named):
+            lpconv.convert(**{"model": "demo", "output": tmp_path / "other", **words})
 
 
 def test_a_public_name_wins_over_the_module_it_comes_from_in_any_order() -> None:

@@ -62,6 +62,10 @@ class Checkpoint:
         """
         if isinstance(model, Checkpoint):
             return model
+        if not isinstance(model, str | Path):
+            raise UsageError(
+                f"a model is a name or a path, not {model!r:.40}", hint="for example `demo` or a directory"
+            )
         if isinstance(model, Path):
             origin = Resolved(name=str(model), resolved=str(model.absolute()), directory=as_directory(model))
         else:
