@@ -1,7 +1,7 @@
 """`lpconv advise`."""
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_next, print_result, typed_command
 
 
 def advise(
@@ -35,6 +35,6 @@ def advise(
     print_result(result, advice_document, json=json)
     if json:
         return
-    print(f"\nReport: {target / PAGE}")
+    print_next(f"\nReport: {target / PAGE}")
     if any(r.row for r in result.recommendations):
-        print(f"To run the recommended jobs: lpconv batch {target / MANIFEST}")
+        print_next(f"To run the recommended jobs: lpconv batch {target / MANIFEST}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lpconv.cli.progress import QUIET
 from lpconv.errors import UsageError
 from lpconv.options import Declared, declared_by, make, options_of
 
@@ -124,7 +125,13 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
     else:
         from lpconv.report.terminal import show  # imports rich, which takes a moment
 
-        show(render(result))
+        show(render(result), brief=QUIET.get())
+
+
+def print_next(text: str) -> None:
+    """Print where a result is, or what to do with it, unless the command is quiet."""
+    if not QUIET.get():
+        print(text)
 
 
 def listing(flag: str, help: str, columns: tuple[str, ...], rows: Callable[[], Iterable[tuple[str, ...]]]) -> Any:
@@ -157,7 +164,9 @@ _PRINTING: dict[str, Any] = {"rich_help_panel": "Printing"}
 Json = Annotated[
     bool, typer.Option("--json", is_eager=True, help="Print the result as JSON instead of a table.", **_PRINTING)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or messages, only errors.", **_PRINTING)]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only the headline of the result, and errors.", **_PRINTING)
+]
 Verbose = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Log each phase on stderr, and show tracebacks of errors.", **_PRINTING),

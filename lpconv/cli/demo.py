@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lpconv.cli.command import Json, Quiet, Target, print_result
+from lpconv.cli.command import Json, Quiet, Target, print_next, print_result
 from lpconv.cli.main import next_steps
 from lpconv.cli.progress import progress_for
 from lpconv.errors import OutputExistsError
@@ -48,5 +48,5 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     write_small(page, html(compared))
     print_result(results, lambda _: compared, json=json)
     if not json:
-        print(f"\nComparison with plots: {page}. Each run has its own report.html next to its model.")
-        print(f"\n{next_steps()}")
+        print_next(f"\nComparison with plots: {page}\nEach run has its own report.html next to its model.")
+        print_next(f"\n{next_steps()}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command
+from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_next, print_result, typed_command
 from lpconv.options import Option
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
@@ -65,7 +65,7 @@ def finetune(
         print_result(result, finetune_document, json=json)
     if not json:
         opening = "PeftModel.from_pretrained(model, " if options.arithmetic.lora else "from_pretrained("
-        print(f"\nReport: {target / 'report.html'}. Open the model with {opening}{str(target)!r}).")
+        print_next(f"\nReport: {target / 'report.html'}\nTo open the model: {opening}{str(target)!r})")
     if error is not None:
         error.details["result"] = to_json(result)
         raise error

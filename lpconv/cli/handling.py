@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from lpconv.cli.command import Quiet, Verbose, with_options
 from lpconv.cli.parsing import HelpPage
-from lpconv.cli.progress import VERBOSE
+from lpconv.cli.progress import QUIET, VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, UsageError, from_system
 from lpconv.machine import available_memory, free_addresses, out_of_memory
 from lpconv.report.printable import printable
@@ -56,8 +56,8 @@ class Commands(HelpPage, TyperGroup):
 def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code.
 
-    Typer gets its options one by one. The command also gets `--verbose`, and `--quiet` if it has none because it prints
-    nothing but its result.
+    Typer gets its options one by one. The command also gets `--verbose`, and `--quiet` if it has none because it shows
+    no progress.
     """
     command = with_options(command)
     signature = inspect.signature(command)
@@ -73,6 +73,7 @@ def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
         as_json = bool(kwargs.get("json"))
         given = {p.name: kwargs.pop(p.name, False) for p in added}
         VERBOSE.set(VERBOSE.get() or bool(given["verbose"]))
+        QUIET.set(bool(given.get("quiet", kwargs.get("quiet"))))
         try:
             with _raise_on_sigterm():
                 _check_memory(command.__name__)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Output, Quiet, output_of, print_result
+from lpconv.cli.command import Json, Output, Quiet, output_of, print_next, print_result
 from lpconv.data.texts import check_reads_text
 from lpconv.errors import UnsupportedError
 from lpconv.init.options import InitOptions
@@ -45,10 +45,10 @@ def init(
     print_result(result, convert_document, json=json)
     if not json:
         shares = ", ".join(f"{share:.0%} of {what}" for what, share in result.unit_shares.items())
-        print(f"\nTensors with an RMS in [1/2, 2]: {shares}" if shares else "")
+        print_next(f"\nTensors with an RMS in [1/2, 2]: {shares}" if shares else "")
         recipe = "native-fp8" if options.method == "native" else "fp32"
         try:
             check_reads_text(read_json(target / "config.json"), hint=OWN_LOOP, allow_pairs=True)
-            print(f"To train it: lpconv finetune {target} --recipe {recipe}")
+            print_next(f"To train it: lpconv finetune {target} --recipe {recipe}")
         except UnsupportedError as e:
-            print(f"To train it, {e.hint}")
+            print_next(f"To train it, {e.hint}")

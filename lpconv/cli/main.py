@@ -4,6 +4,7 @@ import gc
 import importlib
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -126,12 +127,13 @@ def first_screen() -> str:
     """Text that `lpconv` prints if no command is given."""
     return "\n".join(
         [
-            f"lpconv {__version__}: make Hugging Face models smaller or train them in low precision, and see the cost.",
+            f"lpconv {__version__} makes Hugging Face models smaller, or trains them in low",
+            "precision, and shows the cost.",
             "",
             *_lines(QUESTIONS),
             "",
-            "MODEL is a directory, a URL, a name on the Hugging Face hub, or demo, a small model that is included.",
-            "Try it: lpconv demo. All commands: lpconv --help.",
+            "MODEL is a directory, a URL, a name on the Hugging Face hub, or demo, a small",
+            "model that is included. Try it: lpconv demo. All commands: lpconv --help.",
         ]
     )
 
@@ -143,5 +145,9 @@ def next_steps() -> str:
 
 
 def _lines(questions: dict[str, str]) -> list[str]:
+    """A line for each question and its command, or two on a terminal that is too narrow for one."""
     width = max(map(len, questions))
-    return [f"  {question:<{width}}  {command}" for question, command in questions.items()]
+    lines = [f"  {question:<{width}}  {command}" for question, command in questions.items()]
+    if max(map(len, lines)) <= shutil.get_terminal_size((120, 0)).columns:
+        return lines
+    return [line for question, command in questions.items() for line in (question, f"  {command}")]

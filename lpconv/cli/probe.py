@@ -1,6 +1,6 @@
 """`lpconv probe`."""
 
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_next, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 
@@ -28,9 +28,9 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
     print_result(answers, probe_document, json=json)
     if json:
         return
-    print(f"\nReport: {target / 'report.html'}")
+    print_next(f"\nReport: {target / 'report.html'}")
     if options.calibrate:
         from lpconv.scaled.disk import CALIBRATION_FILE  # torch is imported by now
 
-        print(f"Scales for method unit: {target / CALIBRATION_FILE}")
-    print(f"To see another format: lpconv report {target} --what-if e3m2")
+        print_next(f"Scales for method unit: {target / CALIBRATION_FILE}")
+    print_next(f"To see another format: lpconv report {target} --what-if e3m2")

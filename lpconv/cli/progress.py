@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 # Whether `lpconv -v` was given: print a line for each phase of a run, and tracebacks with errors.
 VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
+# Whether the command was given -q: print the headline of a result, and nothing about progress.
+QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 _LINE_EVERY_S = 30.0
+_WIDE = 120  # columns of a terminal with room for long bars and memory
 
 
 class _Bars:
@@ -41,11 +44,11 @@ class _Bars:
         if not total:
             columns = bars.SpinnerColumn(), bars.TimeElapsedColumn()
         elif unit == "bytes":
-            columns = bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
+            columns = self._length(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
         else:
             count = bars.MofNCompleteColumn(), bars.TextColumn("" if unit == "steps" else unit)
             figures = bars.TextColumn("{task.fields[figures]}")
-            columns = bars.SpinnerColumn(), bars.BarColumn(), *count, figures, bars.TimeRemainingColumn()
+            columns = bars.SpinnerColumn(), self._length(), *count, figures, bars.TimeRemainingColumn()
         name = bars.TextColumn("{task.description}", markup=False)
         self._bar = bars.Progress(name, *columns, console=self._console, transient=True)
         self._bar.add_task(phase, total=total or None, completed=done, figures="")
@@ -55,11 +58,17 @@ class _Bars:
         if self._bar is None:
             return
         task = self._bar.tasks[0]
-        shown = f"{figures}, {size_text(_memory_bytes())} of memory" if figures else ""
+        has_room = self._console.width >= _WIDE
+        shown = f"{figures}, {size_text(_memory_bytes())} of memory" if figures and has_room else figures
         self._bar.update(task.id, advance=amount, figures=shown)
         if task.finished:
             self._bar.refresh()
             self.start(f"finishing: {task.description}", 0)
+
+    def _length(self) -> "rich.progress.BarColumn":
+        from rich.progress import BarColumn
+
+        return BarColumn(40 if self._console.width >= _WIDE else 10)
 
     def message(self, text: str) -> None:
         self._console.print(text, highlight=False)

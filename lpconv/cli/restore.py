@@ -45,7 +45,7 @@ def restore(
     if json:
         print(json_text(result), end="")
         return
-    print(f"{result.num_tensors} tensors restored to {result.output}: {_exactness(result)}")
+    print(f"{result.num_tensors} tensors restored to {result.output}:\n{_exactness(result)}")
 
 
 def _exactness(result: "RestoreResult") -> str:

@@ -47,18 +47,21 @@ _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "bold yellow
 
 def terminal(document: Document) -> RenderableType:
     """Render a document for a terminal, without charts and page-only sections."""
-    shown = printable_record(document)
-    verdict, parts = shown.verdict, list[RenderableType]()
-    if verdict is None:
-        parts.append(Text(shown.title, style="bold"))
-    else:
-        parts.append(Text.assemble((f"{shown.title}: ", "bold"), (verdict.text, _STYLES[verdict.outcome])))
+    shown, parts = printable_record(document), list[RenderableType]([_headline(document)])
     parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
     tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
     parts += [_with_gap(_grid(values.items())) for values in (tiles, shown.facts) if values]
     for part in sections_of(*shown.sections, section("Warnings", Bullets(lines=shown.warnings))):
         parts += _section(part) if part.only != "page" else ()
     return Group(*parts)
+
+
+def _headline(document: Document) -> Text:
+    """The title of a document, and its verdict if it has one."""
+    shown = printable_record(document)
+    if shown.verdict is None:
+        return Text(shown.title, style="bold")
+    return Text.assemble((f"{shown.title}: ", "bold"), (shown.verdict.text, _STYLES[shown.verdict.outcome]))
 
 
 def _section(part: Section) -> tuple[RenderableType, ...]:
@@ -230,11 +233,11 @@ def _column_widths(column: Column, console: Console, options: ConsoleOptions) ->
     return max(heading.minimum, figures if column.justify == "right" else words), max(heading.maximum, figures)
 
 
-def show(shown: Document | Table, *, file: TextIO | None = None) -> None:
+def show(shown: Document | Table, *, file: TextIO | None = None, brief: bool = False) -> None:
     """Print a document or a table to `file` (default stdout): styled on a terminal, else as plain text.
 
-    Encodings without the needed characters get ASCII. A pipe has no width, so it gets 120 columns unless ``COLUMNS`` is
-    set. rich honours ``NO_COLOR``.
+    With `brief`, only the headline of a document is printed. Encodings without the needed characters get ASCII. A pipe
+    has no width, so it gets 120 columns unless ``COLUMNS`` is set. rich honours ``NO_COLOR``.
     """
     out = file or sys.stdout
     console = Console(file=out, highlight=False, soft_wrap=False)
@@ -242,7 +245,11 @@ def show(shown: Document | Table, *, file: TextIO | None = None) -> None:
         width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
         console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
-        parts = terminal(shown) if isinstance(shown, Document) else _table(printable_record(shown))
+        parts = (
+            (_headline if brief else terminal)(shown)
+            if isinstance(shown, Document)
+            else _table(printable_record(shown))
+        )
         console.print(parts, crop=False)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     if "utf" not in (getattr(out, "encoding", None) or "utf-8").lower():

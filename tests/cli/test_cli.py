@@ -55,6 +55,7 @@ def test_convert_without_loss_says_so_and_its_report_is_the_same(tmp_path: Path)
 def test_verbose_shows_where_an_error_came_from() -> None:
     done = lpconv("-v", "convert", "/no/such/folder")
     assert ("Traceback" in done.stderr, "hint:" in done.stderr, done.exit_code) == (True, True, 3)
+    assert lpconv("inspect", "demo", "-q").stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize(

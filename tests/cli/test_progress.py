@@ -22,6 +22,7 @@ class Terminal(io.StringIO):
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[io.StringIO, bool], str]:
     def run(stderr: io.StringIO, quiet: bool) -> str:
         monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "120")
         monkeypatch.setattr(sys, "stderr", stderr)
         with progress_for(quiet=quiet) as progress:
             progress.start("converting", 4_000_000)

@@ -54,7 +54,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LPCONV_COMPILE", "never")
         patch.setenv("COLUMNS", "80")
-        result = run("probe", model, *SMALL, "-o", folder / "out", "-q")
+        result = run("probe", model, *SMALL, "-o", folder / "out")
     assert result.exit_code == 0, result.output
     shutil.rmtree(model)
     return folder / "out", result
