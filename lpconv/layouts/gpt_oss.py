@@ -19,7 +19,7 @@ from lpconv.forms.grid import Grid
 from lpconv.forms.planes import Plane, PlaneNames
 from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
-from lpconv.layouts.mlx import rotary_settings
+from lpconv.layouts.mlx import older_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class GptOssExperts(Tiles):
     @classmethod
     def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
         settings = {"quant_method": cls.quantised_by, "modules_to_not_convert": _PLAIN}
-        return {"quantization_config": settings, **rotary_settings(converted.config)}
+        return {"quantization_config": settings, **older_settings(converted.config)}
 
     @functools.cached_property
     def codes(self) -> Component:

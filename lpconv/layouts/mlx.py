@@ -60,7 +60,7 @@ class Mlx(Tiles):
         modes = {n.removesuffix(".weight"): _quantization(f, grain) for n, f in converted.formats.items()}
         others = {module: mode for module, mode in modes.items() if mode != usual}
         own = {"quantization": {**usual, **others}, "quantization_config": {"quant_method": cls.quantised_by, **usual}}
-        return own | rotary_settings(converted.config)
+        return own | older_settings(converted.config)
 
 
 def _quantization(number: str, grain: Grain) -> dict[str, Any]:
@@ -68,13 +68,14 @@ def _quantization(number: str, grain: Grain) -> dict[str, Any]:
     return {"group_size": grain.tile[1], "bits": FORMATS[number].storage_bits, "mode": _MODES[number]}
 
 
-def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings of a config of transformers 5 under their older names, as most families of mlx-lm 0.32 need."""
+def older_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a config of transformers 5 under their older names, as most families of mlx-lm 0.32 need."""
+    experts = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
-        return {}
+        return experts
     is_scaled = rope.get("rope_type", "default") != "default"
-    return {"rope_theta": rope["rope_theta"], **({"rope_scaling": rope} if is_scaled else {})}
+    return {"rope_theta": rope["rope_theta"], **({"rope_scaling": rope} if is_scaled else {}), **experts}
 
 
 def _read(name: str, headers: Headers) -> Stored | None:

@@ -125,7 +125,9 @@ def test_rotary_settings_have_the_names_that_mlx_reads(source: Path, tmp_path: P
 @pytest.mark.parametrize(("family", "num_experts"), [("mixtral", 18), ("qwen3-moe", 0)])
 def test_experts_are_codes_if_mlx_lm_joins_their_scales(family: str, num_experts: int, tmp_path: Path) -> None:
     source = tiny(family, tmp_path / "source", intermediate_size=64)
-    names = load_file(as_mlx(source, tmp_path / "out", "int4") / "model.safetensors").keys()
+    output = as_mlx(source, tmp_path / "out", "int4")
+    assert "num_experts" in json.loads((output / "config.json").read_text())  # mlx-lm's name in both families
+    names = load_file(output / "model.safetensors").keys()
     scales = [n for n in names if n.endswith(".scales")]
     assert sum(".experts." in n for n in scales) == num_experts
     assert len(scales) == 8 + num_experts
