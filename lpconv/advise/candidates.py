@@ -37,8 +37,9 @@ def conversions(runtime: str | None = None) -> dict[str, Settings]:
     chosen: list[Settings]
     if runtime is None:
         chosen = _all_conversions()
-    else:  # schemes with calibrated input scales store the same weights as others
-        chosen = [{"scheme": n} for n, s in SCHEMES.items() if s.is_opened_by(runtime) and not s.calibrated]
+    else:  # schemes with calibrated input scales store the same weights as others; mxfp4 is for gpt-oss alone
+        opened = {n: s for n, s in SCHEMES.items() if s.is_opened_by(runtime)}
+        chosen = [{"scheme": n} for n, s in opened.items() if not s.calibrated and s.layout != "mxfp4"]
     likely_first = sorted(chosen, key=lambda settings: abs(_bits(settings) - 8))
     better = (settings if _bits(settings) > 4 else with_search(settings) for settings in likely_first)
     return {describe_conversion(settings): settings for settings in better}
