@@ -95,7 +95,8 @@ def plan_gguf(checkpoint: Checkpoint, source: Source, options: FilledOptions) ->
 def _plan_tensor(info: TensorInfo, options: FilledOptions, model: GgufModel, tied_to: str | None) -> PlannedTensor:
     if tied_to is not None:
         return PlannedTensor.tied(info, tied_to)
-    shape = info.shape[::-1] if model.orders.get(info.name) == TRANSPOSED else info.shape
+    is_transposed = model.orders.get(info.name) == TRANSPOSED
+    shape = info.shape[::-1] if is_transposed else info.shape
     form, reason = decide(replace(info, shape=shape), options)
     if info.name in model.in_full:
         form = GgufNumbers.of(info.name, shape, FORMATS["fp32"], FormSettings())
@@ -104,4 +105,4 @@ def _plan_tensor(info: TensorInfo, options: FilledOptions, model: GgufModel, tie
         if info.dtype not in ("F32", "F16", "BF16"):
             raise UnsupportedError(f"`{info.name}` is {info.dtype}, which GGUF cannot store", hint="exclude nothing")
         form = GgufNumbers.of(info.name, shape, OF_DTYPE[info.dtype], FormSettings())
-    return PlannedTensor(info=info, form=form, reason=reason)
+    return PlannedTensor(info=info, form=form, reason=reason, is_transposed=is_transposed)

@@ -41,10 +41,6 @@ class GptOssExperts(Tiles):
     of_linears: ClassVar[bool] = True
     of_stacks: ClassVar[bool] = True
 
-    @property
-    def takes_codes(self) -> bool:
-        return False  # error feedback does not transpose
-
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
         return format.name == "e2m1" and grain is not None and grain.name == "mx"

@@ -37,7 +37,8 @@ MISFIT = "whose sizes do not fit"  # end of the reason of weights that stay wide
 class PlannedTensor:
     """One source tensor and its form in the output. `tied_to` is the weight that it shares, if it is not stored itself.
 
-    `fused` are the weights that readers fuse with it into one matrix, if its form shares a scale with them.
+    `fused` are the weights that readers fuse with it into one matrix, if its form shares a scale with them. With
+    `is_transposed`, the file has columns of the source's matrix or matrices as rows.
     """
 
     info: TensorInfo
@@ -45,6 +46,7 @@ class PlannedTensor:
     reason: str
     tied_to: str | None = None
     fused: tuple["PlannedTensor", ...] = ()
+    is_transposed: bool = False
 
     @classmethod
     def tied(cls, info: TensorInfo, to: str) -> Self:
@@ -78,7 +80,7 @@ class PlannedTensor:
             and self.form.format is not None
             and self.form.format.storage_bits <= FEEDBACK_BITS
             and len(self.info.shape) in (2, 3)  # or one matrix for each expert
-            and self.form.shape == self.info.shape  # not transposed
+            and not self.is_transposed
         )
 
     @property
@@ -286,7 +288,7 @@ def make_plan(
     groups = _group_by_shard(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = shard_names(len(groups))
     shards = tuple(_plan_shard(n, g, options) for n, g in zip(names, groups, strict=True))
-    orders = {t.name: TRANSPOSED for t in stored if t.format is not None and t.form.of_stacks}
+    orders = {t.name: TRANSPOSED for t in stored if t.is_transposed}
     return Plan(options=options, tensors=tuple(planned.values()), shards=shards, linears=linears, orders=orders)
 
 
@@ -303,7 +305,7 @@ def _plan_tensor(
     if tied_to is not None:
         return PlannedTensor.tied(info, tied_to)
     form, reason = decide(info, options, linears=linears)
-    return PlannedTensor(info=info, form=form, reason=reason)
+    return PlannedTensor(info=info, form=form, reason=reason, is_transposed=form.of_stacks)
 
 
 def _keep_groups_whole(

@@ -161,6 +161,15 @@ def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
     assert verify_output(output, against, progress=Silent()).passed
 
 
+def test_transposed_matrices_get_no_error_feedback(tmp_path: Path) -> None:
+    """GPT-2's square ones were rounded along the wrong axis."""
+    source = tiny("gpt2", tmp_path / "source", vocab_size=300, n_positions=128)
+    for file in demo_with_merges(tmp_path / "demo").glob("*token*"):
+        shutil.copy(file, source)
+    with pytest.raises(UnsupportedError, match="linear"):
+        as_gguf(source, tmp_path / "out", "Q4_0", rounding="gptq", calibrate="demo")
+
+
 def test_blocks_are_no_worse_than_those_of_the_package() -> None:
     """The package rounds with scales that are not yet fp16, and has the same scales."""
     from lpconv.formats.grains import get_grain
