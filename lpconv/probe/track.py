@@ -117,32 +117,26 @@ class Tracker:
     def _add_layer_hooks(self) -> None:
         recorded: set[int] = set()
         for name, layer in _tracked_layers(self.model):
-            self._layer_hooks.enter_context(layer.register_forward_pre_hook(self._see_input(name)))
-            self._layer_hooks.enter_context(layer.register_forward_hook(self._see_output(name)))
+            self._layer_hooks.enter_context(layer.register_forward_pre_hook(partial(self._see_input, name)))
+            self._layer_hooks.enter_context(layer.register_forward_hook(partial(self._see_output, name)))
             weight = layer.weight
             if isinstance(weight, Tensor) and id(weight) not in recorded:
                 recorded.add(id(weight))
                 self._record_weight(name, weight)
                 self._watch(weight, name, "weight_grad")
 
-    def _see_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-                return None  # token ids, or an input passed by keyword
-            self._record_input(name, args[0])
-            own = args[0].view_as(args[0])
-            self._watch(own, name, "grad_input")
-            return (own, *args[1:])
+    def _see_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return None  # token ids, or an input passed by keyword
+        self._record_input(name, args[0])
+        own = args[0].view_as(args[0])
+        self._watch(own, name, "grad_input")
+        return (own, *args[1:])
 
-        return hook
-
-    def _see_output(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                self._record(name, "output", output)
-                self._watch(output, name, "grad_output")
-
-        return hook
+    def _see_output(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self._record(name, "output", output)
+            self._watch(output, name, "grad_output")
 
     def _watch(self, tensor: Tensor, name: str, role: str) -> None:
         """Record the gradient of `tensor` when it is computed in this step."""

@@ -297,7 +297,10 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if not self._is_sharded or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_sharded_optimizer(Path(checkpoint), self.model, self.own_optimizer)
+        optimizer = self.own_optimizer
+        state, holder = _optimizer_state(self.model, optimizer)
+        state_dict_loader.load(state, checkpoint_id=Path(checkpoint) / _OPTIMIZER)
+        set_optimizer_state_dict(holder, optimizer, state)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     @property
@@ -316,7 +319,9 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.create_optimizer()  # first, because optimizers with pairs reset the weights to their start
         if self._is_sharded:
-            load_sharded(Path(resume_from_checkpoint), self.model)
+            state = unscaled_state_dict(self.model)  # this rank's part, whatever the number of ranks that saved
+            state_dict_loader.load(state, checkpoint_id=Path(resume_from_checkpoint) / _MODEL)
+            from_disk(self.model, state)
         else:
             from_disk(self.model, load_file(Path(resume_from_checkpoint) / _WEIGHTS))
 
@@ -352,27 +357,12 @@ def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     """Write each rank's part of weights and optimizer state below `folder`; called by all ranks."""
     try:
         state_dict_saver.save(unscaled_state_dict(model), checkpoint_id=folder / _MODEL)
-        state_dict_saver.save(_optimizer_state(model, optimizer), checkpoint_id=folder / _OPTIMIZER)
+        state_dict_saver.save(_optimizer_state(model, optimizer)[0], checkpoint_id=folder / _OPTIMIZER)
     except CheckpointException as e:  # not an Exception; wraps the error of each rank
         raise next(iter(e.failures.values()))[0] from e
 
 
-def load_sharded(folder: Path, model: nn.Module) -> None:
-    """Load each rank's part of the weights written by `save_sharded`, on any number of ranks."""
-    state = unscaled_state_dict(model)
-    state_dict_loader.load(state, checkpoint_id=folder / _MODEL)
-    from_disk(model, state)
-
-
-def load_sharded_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    state = _optimizer_state(model, optimizer)
-    state_dict_loader.load(state, checkpoint_id=folder / _OPTIMIZER)
-    set_optimizer_state_dict(_holder(model, optimizer), optimizer, state)
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return get_optimizer_state_dict(_holder(model, optimizer), optimizer)
-
-
-def _holder(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    return optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], nn.Module]:
+    """The state of an optimizer, and the module whose parameters it steps."""
+    holder = optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model
+    return get_optimizer_state_dict(holder, optimizer), holder
