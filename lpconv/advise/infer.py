@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, number_of, with_feedback
 from lpconv.advise.options import Budget
-from lpconv.advise.subject import Subject, job_of, open_converted
+from lpconv.advise.subject import Subject, job_of, open_converted, roundings_of
 from lpconv.bench.models import gemms_of, running_bytes
 from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
@@ -135,7 +135,7 @@ def _ruled_out(waiting: Sequence[AdviceRow], row: AdviceRow, trial: Trial) -> li
         why = ""
         if _keeps_quality(row, trial) and _size(other) > _size(row):
             why = f"larger than {row.name}, which is good enough"
-        elif row.gap is not None and _size(other) < _size(row):
+        elif row.gap is not None and _size(other) < _size(row) and _no_finer_inputs(other, row):
             if row.gap.low > quality:
                 why = f"noisier than {row.name}, which is not good enough"
             elif least_gap(other, row, trial.subject.metric) > _DOUBT * quality:
@@ -184,7 +184,9 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
         return row
     try:
         with job_of(trial.subject, settings) as job:
-            row = replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
+            rounded = next((r.words for r in roundings_of(job).values()), None)
+            noise = noise_of_sample(job, elements=_SAMPLE)
+            row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
     is_narrow = number_of(settings) in _NARROW and "residual" not in settings  # opens in 16 bits
@@ -274,10 +276,16 @@ def prune_rows(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
     return pruned
 
 
+def _no_finer_inputs(row: AdviceRow, than: AdviceRow) -> bool:
+    """Whether `row` rounds inputs or `than` does not; otherwise its gap may be smaller despite noisier weights."""
+    return row.rounded_inputs is not None or than.rounded_inputs is None
+
+
 def _no_worse(row: AdviceRow, than: AdviceRow) -> bool:
     if row.size_bytes is None or row.noise is None or than.size_bytes is None or than.noise is None:
         return False
-    return row.size_bytes <= than.size_bytes * _SAME_SIZE and row.noise <= than.noise * _SAME_NOISE
+    is_no_larger = row.size_bytes <= than.size_bytes * _SAME_SIZE
+    return is_no_larger and row.noise <= than.noise * _SAME_NOISE and _no_finer_inputs(than, row)
 
 
 def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: str) -> dict[str, Any]:

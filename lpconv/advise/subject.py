@@ -16,9 +16,12 @@ from lpconv.advise.options import NO_TEXT, AdviseOptions
 from lpconv.convert.apply import decoded_tensors
 from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
+from lpconv.layouts import LAYOUTS
 from lpconv.models.load import load_from_state
+from lpconv.models.rounded_inputs import InputRounding, round_inputs
 from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens, read_tokenizer
+from lpconv.plan.files import output_config
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.settings import fill_options
 from lpconv.probe.checkpoint import Batches, ProbeSetup, prepare_run
@@ -137,7 +140,7 @@ def job_of(subject: Subject, settings: Settings) -> Job:
 def open_converted(
     subject: Subject, settings: Settings, progress: Progress, *, phase: str = "encoding"
 ) -> tuple[Any, tuple[TensorRecord, ...]]:
-    """The model as it would open from the output of a conversion, and the record of each tensor."""
+    """The model as it would be served from the output of a conversion, and the record of each tensor."""
     with (
         job_of(subject, settings) as job,
         tempfile.TemporaryDirectory() as folder,
@@ -145,4 +148,16 @@ def open_converted(
         with_error_feedback(job, staging, progress) as rounded,
     ):
         state, records = decoded_tensors(rounded, progress, phase=phase)
-    return subject.with_tensors(state), records
+        roundings = roundings_of(job)
+    model = subject.with_tensors(state)
+    round_inputs(model, roundings)
+    return model, records
+
+
+def roundings_of(job: Job) -> dict[str, InputRounding]:
+    """How readers of a conversion's output will round inputs with their own scales, by the name of the weight."""
+    config, layout = output_config(job.plain, job.plan), LAYOUTS[job.plan.options.layout]
+    names = (t.name for t in job.plan.tensors if t.format is not None and not t.form.has_input_scale)
+    settings = {n: layout.inputs(config.get("quantization_config", {}), n.removesuffix(".weight")) for n in names}
+    roundings = {name: InputRounding.of(asked, None) for name, asked in settings.items() if asked is not None}
+    return {name: rounding for name, rounding in roundings.items() if rounding is not None}

@@ -146,10 +146,11 @@ def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
     assert row.gap is not None
     change = change_text(result.source_bytes, row.size_bytes or 0)
     opened = f" Opened by: {SCHEMES[row.settings['scheme']].opens}." if "scheme" in row.settings else ""
+    rounded = f", with inputs rounded to {row.rounded_inputs}," if row.rounded_inputs else ""
     what = "the loss on the text changes by" if result.metric == "loss" else "the relative error of the outputs is"
     return (
         f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
-        f"On {plural(row.gap.count, 'window')} {what} {_gap_text(row.gap, result.metric)}, within the "
+        f"On {plural(row.gap.count, 'window')}{rounded} {what} {_gap_text(row.gap, result.metric)}, within the "
         f"{_budget_text(result, result.metric)} allowed.{opened}"
     )
 
@@ -248,8 +249,8 @@ def unknowns(result: AdviceResult) -> Iterator[str]:
         yield f"Step times are estimates: {source}. Real steps take longer."
     if any(r.purpose == "infer" for r in measured):
         yield (
-            "Products were computed in fp32 with the stored weights. A model in 16 bits also rounds its activations, "
-            "and some schemes round inputs to fp8, which the gap does not include."
+            "Products were computed in fp32 with the stored weights, and rounded inputs if the scheme rounds them. "
+            "A model in 16 bits also rounds its activations, which the gap does not include."
         )
     if result.options.get("data") and any(r.calibration_s for r in measured):
         yield (

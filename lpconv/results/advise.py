@@ -26,7 +26,8 @@ class AdviceRow:
 
     `settings` are those of a manifest job that carries it out. `status` is "measured", "pruned" (ruled out by a cheaper
     measurement), "unmeasured" (time ran out, or the user stopped) or "failed"; `why` gives the reason. `noise` is the
-    noise-to-signal ratio of a sample of the weights, `sqnr_db` the lowest SQNR of a tensor; `figures` are further
+    noise-to-signal ratio of a sample of the weights, `sqnr_db` the lowest SQNR of a tensor, `rounded_inputs` says to
+    what readers round inputs, as the gap does, None if they do not; `figures` are further
     metrics for gates. `memory_from` and `time_from` name the origin of memory and step time. `meets`: the gap with its
     interval, and the memory, are within the budget. `calibration_s` is the time that error feedback took, if any;
     `seconds` is the time of the whole measurement, or for an unmeasured row an estimate of it, if there is one.
@@ -40,6 +41,7 @@ class AdviceRow:
     size_bytes: int | None = None
     noise: float | None = None
     sqnr_db: float | None = None
+    rounded_inputs: str | None = None
     gap: GapEstimate | None = None
     figures: dict[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None

@@ -123,14 +123,16 @@ def test_the_manifest_is_one_that_batch_takes(tmp_path: Path) -> None:
 
 
 def test_what_is_no_better_is_pruned_and_of_equals_the_first_stays() -> None:
-    def sampled(name: str, size: int, noise: float) -> AdviceRow:
-        return replace(a_row(name, size_bytes=size, status="unmeasured", gap=None), noise=noise)
+    def sampled(name: str, size: int, noise: float, rounded: str | None = "int8 per token") -> AdviceRow:
+        row = a_row(name, size_bytes=size, status="unmeasured", gap=None)
+        return replace(row, noise=noise, rounded_inputs=rounded)
 
     rows = prune_rows(
         [
             sampled("plain", 1000, 1e-3),
             sampled("blocks", 1004, 0.95e-3),
             sampled("larger", 1100, 1.1e-3),
+            sampled("noisier, but with exact inputs", 1000, 1.3e-3, None),
             sampled("finer", 1100, 0.5e-3),
             sampled("smaller", 500, 1e-2),
         ]

@@ -7,13 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lpconv.advise.options import AdviseOptions
+from lpconv.advise.subject import open_converted, open_subject
 from lpconv.convert.run import convert
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.load import open_in_files
 from lpconv.models.rounded_inputs import InputRounding
 from lpconv.plan.options import ConvertOptions
+from lpconv.progress import Silent
+from lpconv.storage.checkpoint import Checkpoint
 from tests.helpers.elsewhere import opens_elsewhere
 
+IDS = torch.arange(3, 35).view(2, 16)
 STORED = {"FP8": 0.3, "NVFP4": 20.0}
 
 
@@ -67,9 +72,13 @@ def test_a_model_runs_as_in_the_package(tmp_path: Path) -> None:
         logits = []
         for rounds in (True, False):
             with open_in_files(tmp_path / name, rounds_inputs=rounds) as (model, _), torch.no_grad():
-                logits.append(model(input_ids=torch.arange(3, 35).view(2, 16)).logits)
+                logits.append(model(input_ids=IDS).logits)
         error, effect = ((x - wanted).norm() for x in logits)
         assert error < effect / 100, name
+    subject = open_subject(Checkpoint.open("demo"), AdviseOptions(), Silent())
+    model, _ = open_converted(subject, {"scheme": "FP8_DYNAMIC"}, Silent())  # rounds by hooks, as advise does
+    with torch.no_grad():
+        assert (model(input_ids=IDS).logits - found[1].output).norm() < effect / 100
     weight = "model.layers.0.mlp.down_proj.weight"
     with StoredTensors.open(tmp_path / "NVFP4") as stored:  # the package runs it in bf16 only
         asked = stored.inputs_of(weight)
