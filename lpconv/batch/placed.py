@@ -224,10 +224,10 @@ class Schedule:
         if step.job.id in self._results:  # another part of the job failed
             return True
         assert self._executor is not None
-        if not self._executor.has_room(step.task.needs):
-            return False
-        self._running[self._executor.submit(step.task)] = step
-        return True
+        future = self._executor.submit(step.task)
+        if future is not None:
+            self._running[future] = step
+        return future is not None
 
     def _end(self, step: _Step, future: Future[Answer]) -> None:
         try:

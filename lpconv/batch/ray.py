@@ -47,10 +47,9 @@ class RayExecutor:
             sys.stdout = self._stdout
             raise
 
-    def has_room(self, needs: Needs) -> bool:
-        return self._parallel is None or sum(not f.done() for f in self._refs) < self._parallel
-
-    def submit(self, task: JobTask) -> Future[Answer]:
+    def submit(self, task: JobTask) -> Future[Answer] | None:
+        if self._parallel is not None and sum(not f.done() for f in self._refs) >= self._parallel:
+            return None
         options = {"num_cpus": task.needs.cpus, "num_gpus": task.needs.gpus, "max_retries": 0, "name": task.name}
         if task.needs.memory:
             options["memory"] = task.needs.memory

@@ -20,12 +20,7 @@ from lpconv.models.presets import PRESETS
 from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
-from lpconv.results import (
-    JobEstimate,
-    JobOutcome,
-    PartResult,
-    SourceRecord,
-)
+from lpconv.results import JobEstimate, JobOutcome, PartResult, SourceRecord
 from lpconv.results.documents import fields_from
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.options import FinetuneOptions

@@ -83,11 +83,8 @@ class Executor(Protocol):
     machines: tuple[Needs, ...]
     share: Needs
 
-    def has_room(self, needs: Needs) -> bool:
-        """Whether a task can be submitted now, rather than after others have ended."""
-
-    def submit(self, task: JobTask) -> Future[Answer]:
-        """Start a task. Its future raises MachineLostError if the task must be repeated."""
+    def submit(self, task: JobTask) -> Future[Answer] | None:
+        """Start a task; None if others have to end first. The future raises MachineLostError for a task to repeat."""
 
     def stop(self) -> None:
         """Stop all tasks so that they can be resumed; their futures finish soon."""
@@ -183,14 +180,11 @@ class LocalExecutor:
         self.machines: tuple[Needs, ...] = (Needs(cpus=len(self._cores), gpus=len(self._gpus), memory=self._memory),)
         self.share = Needs(cpus=max(1, len(self._cores) // parallel), memory=self._memory // parallel)
 
-    def has_room(self, needs: Needs) -> bool:
+    def submit(self, task: JobTask) -> Future[Answer] | None:
         with self._lock:
-            left = Needs(cpus=len(self._cores), gpus=len(self._gpus), memory=self._memory)
-            return self._places > 0 and needs.fits(left)
-
-    def submit(self, task: JobTask) -> Future[Answer]:
-        with self._lock:
-            needs = task.needs
+            needs, left = task.needs, Needs(cpus=len(self._cores), gpus=len(self._gpus), memory=self._memory)
+            if not (self._places and needs.fits(left)):
+                return None
             self._places -= 1
             self._memory -= needs.memory
             cores = [self._cores.pop(0) for _ in range(needs.cpus)]

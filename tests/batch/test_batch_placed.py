@@ -51,11 +51,10 @@ class Executor:
         self.is_closed = False
         self.most = 0
 
-    def has_room(self, needs: Needs) -> bool:
+    def submit(self, task: JobTask) -> Future[Answer] | None:
         self.under_way = [pending for pending in self.under_way if not pending.done()]
-        return len(self.under_way) < self.places
-
-    def submit(self, task: JobTask) -> Future[Answer]:
+        if len(self.under_way) == self.places:
+            return None
         self.log.append(task.name)
         self.under_way.append(_Pending(functools.partial(self.run, task)))
         self.most = max(self.most, len(self.under_way))
@@ -246,7 +245,7 @@ def test_what_jobs_take(folder: Path) -> None:
 
 def test_an_interruption_stops_what_runs(folder: Path) -> None:
     class Interrupted(Executor):
-        def submit(self, task: JobTask) -> Future[Answer]:
+        def submit(self, task: JobTask) -> Future[Answer] | None:
             if len(self.log) == 1:
                 raise KeyboardInterrupt
             return super().submit(task)
@@ -259,7 +258,7 @@ def test_an_interruption_stops_what_runs(folder: Path) -> None:
 
 def test_an_interruption_before_any_failure_says_one_document(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Executor):
-        def submit(self, task: JobTask) -> Future[Answer]:
+        def submit(self, task: JobTask) -> Future[Answer] | None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("lpconv.cli.batch._executor", lambda *_, **__: Interrupted())
@@ -361,10 +360,10 @@ def test_this_machine_shares_its_cores_and_memory_out(program: Path) -> None:
     assert executor.share == Needs(cpus=max(1, machine.cpus // 2), memory=machine.memory // 2)
     whole = Needs(cpus=machine.cpus, memory=machine.memory)
     first = executor.submit(JobTask(name="a", arguments=(), needs=whole))
-    assert not executor.has_room(Needs(cpus=1))
+    assert executor.submit(TASK) is None
     assert first.result().code == 0
-    assert executor.has_room(whole)
-    assert not executor.has_room(Needs(cpus=machine.cpus + 1))
+    assert executor.submit(JobTask(name="a", arguments=(), needs=Needs(cpus=machine.cpus + 1))) is None
+    assert executor.submit(JobTask(name="a", arguments=(), needs=whole)).result().code == 0
 
 
 def test_stopping_ends_processes_by_sigterm(program: Path) -> None:
