@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from lpconv.layouts import SCHEMES
 from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
-from lpconv.report.document import Bullets, Code, Document, Folded, Section, Table, Tile, Verdict, section, sections_of
+from lpconv.report.document import Bullets, Code, Document, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
@@ -69,13 +69,13 @@ def _short_answer(advised: Recommendation) -> str:
 def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
     """The candidates for a purpose, best first; those that were not measured are folded away, because they are many."""
     rows = _of_purpose(result, purpose)
-    is_folded = {r.name: r.status in ("pruned", "unmeasured") for r in rows}
     shown, folded = (
-        Table(columns=_COLUMNS[purpose], rows=tuple(_cells(result, r) for r in rows if is_folded[r.name] is hidden))
+        tuple(_cells(result, r) for r in rows if (r.status in ("pruned", "unmeasured")) is hidden)
         for hidden in (False, True)
     )
-    title = f"{len(folded.rows)} more that were not measured, with reasons"
-    return section(f"{_HEADINGS[purpose]}: every candidate, best first", shown, Folded(title=title, table=folded))
+    title = f"{len(folded)} more that were not measured, with reasons"
+    tables = Table(columns=_COLUMNS[purpose], rows=shown), Table(columns=_COLUMNS[purpose], rows=folded, folded=title)
+    return section(f"{_HEADINGS[purpose]}: every candidate, best first", *tables)
 
 
 def _tiles(result: AdviceResult) -> tuple[Tile, ...]:

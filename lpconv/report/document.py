@@ -53,7 +53,8 @@ class Table:
 
     A `sortable` table lists many things of one kind; with `filter`, an example search text, readers can hide rows.
     `has_names`: the first column has dotted names. `compares`: the other columns are values of different runs. A
-    terminal shows only the first `most` rows, if set.
+    terminal shows only the first `most` rows, if set. A `folded` table is collapsed under that title, and a terminal
+    shows only the title.
     """
 
     columns: tuple[str, ...]
@@ -64,6 +65,7 @@ class Table:
     filter: str = ""
     compares: bool = False
     most: int | None = None
+    folded: str = ""
 
 
 def texts_of(table: Table) -> list[list[str]]:
@@ -116,15 +118,7 @@ class Prose:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folded:
-    """A table that is collapsed under its title. A terminal shows only the title."""
-
-    title: str
-    table: Table
-
-
-Block: TypeAlias = str | Table | Facts | Bullets | Checks | Code | Prose | Folded | Chart | HeatMap
+Block: TypeAlias = str | Table | Facts | Bullets | Checks | Code | Prose | Chart | HeatMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +176,6 @@ def sections_of(*candidates: Section | None) -> tuple[Section, ...]:
 
 
 def _is_filled(block: Block) -> bool:
-    if isinstance(block, Folded):
-        return bool(block.table.rows)
     empty = {Table: "rows", Facts: "values", Bullets: "lines", Checks: "checks", Code: "lines"}
     name = empty.get(type(block))
     return bool(getattr(block, name) if name else block)

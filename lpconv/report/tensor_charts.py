@@ -23,6 +23,10 @@ from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 # Displayed part of a format's range; fp32 and bf16 reach to 2^±127, far beyond any weight.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
 _MAX_DECIBELS = 10_000  # more than the range of fp64; values beyond are drawn at the end of the axis
+# The marks of the chart of magnitudes, as in its legend.
+_BEFORE = Mark(kind="before", shape="circle", title="RMS in the source")
+_AFTER = Mark(kind="after", shape="circle", title="RMS as stored")
+_PEAK = Mark(kind="peak", shape="dash", title="largest element as stored")
 
 _Measured: TypeAlias = TensorRecord | ComparedTensor
 
@@ -47,7 +51,7 @@ def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
         y=_exponent_axis(tensors),
         boxes=tuple(_range_boxes(tensors)),
         marks=tuple(mark for i, t in enumerate(tensors) for mark in _rms_marks(t, i + 0.5)),
-        legend=_rms_legend(tensors),
+        legend=(*([_BEFORE] if scaled else []), _AFTER, *([_PEAK] if any(t.absmax for t in tensors) else [])),
         dividers=_module_dividers(tensors),
         is_wide=True,
     )
@@ -66,22 +70,11 @@ def _rms_marks(t: TensorRecord, x: float) -> Iterator[Mark]:
     if t.scale and before and after:
         points = ((x, math.log2(before)), (x, math.log2(after)))
         yield Mark(kind="move", shape="line", points=points)
-        yield Mark(kind="before", shape="circle", points=points[:1], title=f"{t.name}: RMS in the source")
+        yield replace(_BEFORE, title=f"{t.name}: {_BEFORE.title}", points=points[:1])
     if after:
-        title = f"{t.name}: RMS as stored, {t.format}"
-        yield Mark(kind="after", shape="circle", points=((x, math.log2(after)),), title=title)
+        yield replace(_AFTER, title=f"{t.name}: {_AFTER.title}, {t.format}", points=((x, math.log2(after)),))
     if peak:
-        title = f"{t.name}: largest element as stored, {t.format}"
-        yield Mark(kind="peak", shape="dash", points=((x, math.log2(peak)),), title=title)
-
-
-def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[Mark, ...]:
-    entries = [Mark(kind="after", shape="circle", title="RMS as stored")]
-    if any(t.scale for t in tensors):
-        entries.insert(0, Mark(kind="before", shape="circle", title="RMS in the source"))
-    if any(t.absmax for t in tensors):
-        entries.append(Mark(kind="peak", shape="dash", title="largest element as stored"))
-    return tuple(entries)
+        yield replace(_PEAK, title=f"{t.name}: {_PEAK.title}, {t.format}", points=((x, math.log2(peak)),))
 
 
 def _exponent_axis(tensors: Sequence[TensorRecord]) -> Axis:

@@ -24,7 +24,6 @@ from lpconv.report.document import (
     Code,
     Document,
     Facts,
-    Folded,
     Section,
     Table,
     section,
@@ -83,12 +82,12 @@ def _block(block: Block) -> RenderableType | None:
     if isinstance(block, Checks):
         return _grid((Text(c.outcome, style=_STYLES[c.outcome]), c.name, c.text) for c in block.checks)
     if isinstance(block, Table):
-        return _table(block)
+        return Text(f"{block.folded}: see the HTML page") if block.folded else _table(block)
     if isinstance(block, Facts):
         return _grid(block.values.items())
     if isinstance(block, Code):
         return Text("\n".join(f"  {line}" for line in block.lines), no_wrap=True, overflow="ignore")
-    return Text(f"{block.title}: see the HTML page") if isinstance(block, Folded) else None
+    return None
 
 
 def _grid(rows: Iterable[tuple[str | Text, ...]], gap: int = 2) -> _RichTable:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from lpconv.report.advise import advice_document, nearest, recommendation
-from lpconv.report.document import Code, Folded, Table
+from lpconv.report.document import Code, Table
 from lpconv.results import Recommendation
 from tests.helpers.advice_examples import a_row, an_advice, gap
 from tests.helpers.report_examples import blocks_of, verdict_of
@@ -40,13 +40,12 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
     assert verdict_of(document).outcome == "passed"
     assert ": unit e4m3fn rows" in verdict_of(document).text
     assert [code.lines for code in blocks_of(document, Code)] == [("lpconv x",)]
-    table, *_ = blocks_of(document, Table)
+    table, folded, *_ = blocks_of(document, Table)
     assert [(row[0], row[-1]) for row in table.rows] == [
         ("unit e4m3fn rows", "8 windows"), ("unit fp16", "failed: inf"),
     ]  # fmt: skip
-    (folded,) = blocks_of(document, Folded)
-    assert folded.title.startswith("1 ")
-    assert folded.table.rows[0][0] == "unit e5m2"
+    assert folded.folded.startswith("1 ")
+    assert folded.rows[0][0] == "unit e5m2"
 
 
 def test_without_a_recommendation_the_verdict_is_no_pass() -> None:

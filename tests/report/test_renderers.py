@@ -21,7 +21,6 @@ from lpconv.report.document import (
     Code,
     Document,
     Facts,
-    Folded,
     Table,
     Tile,
     Verdict,
@@ -50,7 +49,7 @@ def document(name: str = "a.layer") -> Document:
     blocks = (
         f"prose {name}", table, Facts(values={"fact": name}), Bullets(lines=(f"bullet {name}",)), heat,
         Checks(checks=(Check(name=name, outcome="failed", text="found"),)), Code(lines=("import x", name)),
-        Folded(title="1 more", table=Table(columns=("A",), rows=(("folded",),))),
+        Table(columns=("A",), rows=(("folded",),), folded="1 more"),
     )  # fmt: skip
     return Document(
         kind="test", title=name, subtitle=f"sub {name}", verdict=Verdict(outcome="failed", text=f"no: {name}"),
