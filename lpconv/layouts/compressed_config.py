@@ -100,8 +100,9 @@ def input_scale_name(inputs: object) -> str | None:
 
 def input_settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
     """The settings by which readers round the inputs of a quantised module; None if they do not."""
-    inputs = [group.get("input_activations") for group in groups_for(config, module)[:1]]
-    return next((i for i in inputs if isinstance(i, Mapping)), None)
+    groups = groups_for(config, module)
+    inputs = groups[0].get("input_activations") if groups else None
+    return inputs if isinstance(inputs, Mapping) else None
 
 
 def cache_scale_name(weight: str) -> str | None:

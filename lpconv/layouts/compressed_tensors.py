@@ -126,9 +126,8 @@ class _Layout(CodedForm):
 
     def _as_stored(self, headers: Headers) -> Self:
         """The form, with scales of inputs and of the cache if the config and the file have them."""
-        groups = groups_for(headers.quantization, self.name.removesuffix(_WEIGHT))
-        inputs = [input_scale_name(g.get("input_activations")) for g in groups[:1]]
-        has_input_scale = inputs == [self.input_name] and headers.holds(self.input_scale)
+        leaf = input_scale_name(input_settings(headers.quantization, self.name.removesuffix(_WEIGHT)))
+        has_input_scale = leaf == self.input_name and headers.holds(self.input_scale)
         cached = Component(name=cache_scale_name(self.name) or "", dtype="F32", shape=(1,))
         return replace(self, has_input_scale=has_input_scale, has_cache_scale=headers.holds(cached))
 

@@ -226,32 +226,12 @@ class _TokenSums(Summed):
     source_loss: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerErrors(Summed):
-    """Sums over `num` tokens of a layer: squares of inputs and outputs, and of their errors."""
-
-    num: int = 0
-    inputs: float = 0.0
-    input_error: float = 0.0
-    outputs: float = 0.0
-    output_error: float = 0.0
-
-    @property
-    def input_sqnr_db(self) -> float | None:
-        """None if inputs were not rounded."""
-        return sqnr_db(self.inputs, self.input_error) if self.input_error else None
-
-    @property
-    def output_sqnr_db(self) -> float:
-        return sqnr_db(self.outputs, self.output_error)
-
-
 def compare_on_text(
     model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
-) -> tuple[LogitsCheck, Mapping[str, LayerErrors]]:
+) -> tuple[LogitsCheck, Mapping[str, tuple[float | None, float]]]:
     """Compare the models of two checkpoints on a text, in windows of `seq_len` tokens, `max_tokens` at most.
 
-    Also returns the errors of the layers with a quantised weight, by the weight's name. The tokenizer is the
+    Also returns the SQNR of inputs and outputs of the layers with a quantised weight, by its name. The tokenizer is the
     reference's, if it has one. Raises InputError if neither has one, UnsupportedError for models without a head over
     tokens, ResourceError if memory cannot hold the activations of one window.
     """
@@ -283,35 +263,41 @@ def compare_on_text(
             raise InputError("the source's outputs on the text are not finite or all zero", hint=_HINT)
         check = _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
         rounded = {p.inputs.words for p in converted.parameters() if isinstance(p, CodedTensor) and p.inputs}
-        return replace(check, rounded_inputs=" or ".join(sorted(rounded)) or None), layers.errors
+        return replace(check, rounded_inputs=" or ".join(sorted(rounded)) or None), layers.sqnrs_db
 
 
 class _Layers:
-    """Collects `errors` of products with quantised weights, against products with those of the model `source`."""
+    """Collects errors of products with quantised weights, against products with those of the model `source`.
+
+    `sums` are, by the weight's name: the number of tokens, the squares of inputs and of their errors, and of outputs
+    and theirs.
+    """
 
     def __init__(self, source: Any) -> None:
         self._stored = next((p.pieces[0].source for p in source.parameters() if isinstance(p, CodedTensor)), None)
-        self.errors: dict[str, LayerErrors] = {}
+        self.sums: dict[str, Tensor] = {}
 
     def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
         first = weight.pieces[0].form
-        num_left = _SAMPLED - self.errors.get(first.name, LayerErrors()).num
+        num_left = _SAMPLED - int(self.sums.get(first.name, [0])[0])
         exact = self._twin(weight) if first.format is not None and num_left > 0 and not is_transposed else None
         if exact is None:
             return
         rows = x.reshape(-1, x.shape[-1])
         rows = rows[:: max(len(rows) // num_left, 1)][:num_left]
         rounded = rows if weight.inputs is None else weight.inputs(rows)
-        wanted, got = exact.times(rows), weight.times(rounded)
         heights = [len(piece) // x.shape[-1] for piece in weight.pieces]
-        for piece, y, z in zip(weight.pieces, *(torch.split(t, heights, -1) for t in (wanted, got)), strict=True):
-            self.errors[piece.form.name] = self.errors.get(piece.form.name, LayerErrors()) + LayerErrors(
-                num=len(rows),
-                inputs=_squares(rows),
-                input_error=_squares(rows - rounded),
-                outputs=_squares(y),
-                output_error=_squares(y - z),
-            )
+        outputs = (torch.split(t, heights, -1) for t in (exact.times(rows), weight.times(rounded)))
+        for piece, y, z in zip(weight.pieces, *outputs, strict=True):
+            squares = [float(t.double().square().sum()) for t in (rows, rows - rounded, y, y - z)]
+            sums = torch.tensor([len(rows), *squares], dtype=torch.float64)
+            self.sums[piece.form.name] = self.sums.get(piece.form.name, 0) + sums
+
+    @property
+    def sqnrs_db(self) -> dict[str, tuple[float | None, float]]:
+        """SQNR of the inputs, None if they are not rounded, and of the outputs, by the weight's name."""
+        parts = {name: sums.tolist() for name, sums in self.sums.items()}
+        return {n: (sqnr_db(x, dx) if dx else None, sqnr_db(y, dy)) for n, (_, x, dx, y, dy) in parts.items()}
 
     def _twin(self, weight: CodedTensor) -> CodedTensor | None:
         """The source's weight in its files; None if it has none of that name and shape."""
@@ -323,10 +309,6 @@ class _Layers:
                 return None
             pieces.append(replace(piece, form=form, source=self._stored, parts={}))
         return CodedTensor(pieces, tuple(weight.shape), weight.dtype)
-
-
-def _squares(x: Tensor) -> float:
-    return float(x.double().square().sum())
 
 
 def _text_check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:

@@ -183,8 +183,9 @@ def _with_text(
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
     tensors = tuple(
-        dataclasses.replace(t, input_sqnr_db=e.input_sqnr_db, output_sqnr_db=e.output_sqnr_db) if e else t
-        for t, e in ((t, layers.get(t.name)) for t in base.tensors)
+        dataclasses.replace(t, input_sqnr_db=inputs, output_sqnr_db=output)
+        for t in base.tensors
+        for inputs, output in (layers.get(t.name, (None, None)),)
     )
     return dataclasses.replace(
         base, logits=logits, tensors=tensors, problems=(*base.problems, *output_problems(unknown, ()))
