@@ -37,7 +37,9 @@ def parse_budget(text: str) -> Budget:
     """Parse ``quality=0.01,memory=8GB,minutes=5`` or some of these. Raises UsageError for other keys and values."""
     limits: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        key, _, value = part.partition("=")
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UsageError(f"--budget {part}: expected NAME=VALUE", hint="for example minutes=5, or quality=0.02")
         field = find("part of a budget", key, {"quality": "quality", "memory": "memory_bytes", "minutes": "minutes"})
         limits[field] = parse_size(value) if key == "memory" else _positive(key, value)
     return Budget(**limits)

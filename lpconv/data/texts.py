@@ -67,9 +67,11 @@ def check_text(
     """Raise as `read_text` and `quick_rows` do, and as `check_rows` for the model in `directory`."""
     if file_kind(path) == "text" or not path.is_file() or not path.stat().st_size:
         check_length([read_text(path, _LOOKED_AT)], path, directory, config, wanted, parts=parts)
-    elif (rows := quick_rows(path)) is not None:
-        check_rows(rows, text_column(path, columns_of(rows)), path, directory)
-        check_length(texts_in(rows, text_column(path, columns_of(rows))), path, directory, config, wanted, parts=parts)
+        return
+    rows = quick_rows(path)
+    texts = [] if rows is None else check_rows(rows, text_column(path, columns_of(rows)), path, directory)
+    if texts:
+        check_length(texts, path, directory, config, wanted, parts=parts)
 
 
 def check_length(
@@ -134,41 +136,44 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _TOKENIZERS)
 
 
-def check_rows(rows: Rows, column: str, path: Path, directory: Path) -> None:
-    """Raise InputError for rows without text, and for conversations that the chat template in `directory` cannot show.
+def check_rows(rows: Rows, column: str, path: Path, directory: Path) -> list[str]:
+    """The texts of rows; empty for conversations that the chat template in `directory` can show.
 
-    A template is read as text, so this does not need transformers.
+    Raises InputError for rows with neither, and for a template that lacks what they need. It is read as text, without
+    transformers.
     """
-    if column not in CHAT_COLUMNS:
-        if not texts_in(rows, column):
-            raise InputError(f"column `{column}` of `{path.name}` has no text", hint="pass another --text-column")
-        return
-    conversations = [row[column] for row in rows if row.get(column)]
-    if not conversations:
-        raise InputError(f"column `{column}` of `{path.name}` has no messages", hint="pass conversations with messages")
-    files = [p for p in (*directory.glob("*chat_template*"), directory / "tokenizer_config.json") if p.is_file()]
-    template = "".join(p.read_text(encoding="utf-8", errors="replace") for p in files)
-    if len(files) < 2 and "chat_template" not in template:
+    texts, conversations = texts_in(rows, column), conversations_in(rows, column)
+    if not texts and not conversations:
+        raise InputError(f"column `{column}` of `{path.name}` is empty", hint="pass another --text-column")
+    settings = [directory / "tokenizer_config.json", *directory.glob("*chat_template*")]
+    template = "".join(p.read_text(encoding="utf-8", errors="replace") for p in settings if p.is_file())
+    if conversations and len(settings) == 1 and "chat_template" not in template:
         raise InputError(
             f"`{path.name}` has conversations, but the model's tokenizer has no chat template",
             hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
         )
     for turns in conversations:
-        check_turns([x for x in turns if isinstance(x, Mapping)], template, path.name)
+        check_turns(turns, template, path.name)
+    return texts
 
 
 def check_turns(turns: Sequence[Mapping[str, Any]], template: str, name: str) -> None:
     """Raise InputError for turns of which a chat template would silently leave out a part that is not text."""
     for turn in turns:
-        content = turn.get("content", turn.get("value"))
-        kinds = [str(x.get("type")) for x in content if x.get("type") != "text"] if isinstance(content, list) else []
-        if turn.get("tool_calls") and "tool_calls" not in template:
-            kinds = ["tool_calls"]
-        if kinds:
+        parts = turn.get("content", turn.get("value"))
+        kinds = [str(x.get("type")) for x in parts if isinstance(x, Mapping)] if isinstance(parts, list) else []
+        kinds += ["tool_calls"] if turn.get("tool_calls") and "tool_calls" not in template else []
+        if kind := next((x for x in kinds if x != "text"), None):
             raise InputError(
-                f"a conversation of `{name}` has `{kinds[0]}`, which lpconv cannot make a text of: {turn!r:.80}",
+                f"a conversation of `{name}` has `{kind}`, which lpconv cannot make a text of: {turn!r:.80}",
                 hint="leave such conversations out; tool calls need a chat template that mentions tool_calls",
             )
+
+
+def conversations_in(rows: Rows, column: str) -> list[list[Mapping[str, Any]]]:
+    """The turns of the conversations in a column, without empty ones."""
+    turns = ([x for x in row[column] if isinstance(x, Mapping)] for row in rows if isinstance(row.get(column), list))
+    return [x for x in turns if x]
 
 
 def texts_in(rows: Rows, column: str) -> list[str]:

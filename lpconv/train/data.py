@@ -20,12 +20,12 @@ from lpconv.data.texts import (
     check_rows,
     check_text,
     columns_of,
+    conversations_in,
     datasets_library,
     file_kind,
     quick_rows,
     read_file,
     read_text,
-    texts_in,
 )
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.lookup import nearest
@@ -96,10 +96,10 @@ def _check_rows(
         raise one_row(path.name)
     if text == CHAT_COLUMNS[0] and text not in columns_of(rows):
         rows = [{text: _turns(row.get("prompt"), row.get("completion"))} for row in rows]
-    check_rows(rows, text, path, model.directory)
-    if text not in CHAT_COLUMNS and not has_labels:
-        check_length(texts_in(rows, text), path, model.directory, model.config, options.seq_len, parts=parts)
-    roles = {x.get("role", x.get("from")) for row in rows for x in row[text] or () if text in CHAT_COLUMNS}
+    texts = check_rows(rows, text, path, model.directory)
+    if texts and not has_labels:
+        check_length(texts, path, model.directory, model.config, options.seq_len, parts=parts)
+    roles = {x.get("role", x.get("from")) for turns in conversations_in(rows, text) for x in turns}
     if roles and not roles & {"assistant", "gpt"} and not has_labels and drawn.endswith(_CAUSAL_MODELS):
         raise no_answers(path.name)
 

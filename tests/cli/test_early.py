@@ -184,6 +184,7 @@ REFUSED: dict[str, tuple[int, str]] = {
 }
 # What is done without them.
 DONE = [
+    "convert chat --scheme W4A16 --rounding gptq --calibrate talk.jsonl --dry-run",
     "doctor",
     "doctor --aliases",
     "inspect demo",
@@ -231,6 +232,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "one.jsonl": '{"text": "x"}\n',
         "one.csv": "text,label\nx,1\n",
         "no-turns.jsonl": '{"messages": []}\n' * 2,
+        "talk.jsonl": '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n',
         "images.jsonl": '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}\n',
         "tools.jsonl": '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}\n',
         "foreign.jsonl": json.dumps({"text": "<19>" * 999}),

@@ -104,6 +104,12 @@ def test_divergence_falls_and_is_reported(outputs: dict[str, Path], form: str, t
     assert math.isclose(published, held_out["eval_loss"].after, rel_tol=1e-4)  # the run computed in fp32, too
     assert 0.5 < held_out["eval_accuracy"].after <= 1
     assert (result.source, result.twin, result.recipe) == ("demo", None, "recover fp32")
+    halves = _options(steps=1, batch_size=4, grad_accum=2, seq_len=128)
+    finetune(str(outputs[form]), tmp_path / "halves", halves)
+    first = [json.loads(line) for n in ("out", "halves") for line in (tmp_path / n / "metrics.jsonl").open()]
+    whole, parts = (x for x in first if x.get("step") == 1 and "grad_norm" in x)
+    assert math.isclose(whole["loss"], parts["loss"], rel_tol=1e-4)
+    assert math.isclose(whole["grad_norm"], parts["grad_norm"], rel_tol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "is_done"), [("int4 groups", False), ("int4 groups", True), ("MXFP4", False)])
