@@ -11,6 +11,7 @@ from lpconv.report.document import Bullets, Code, Document, Section, Table, Tile
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
+_NONE_FITS = "no candidate, since none can be tried"
 _PARTS = 12  # most parts in the table
 _HEADINGS = {"infer": "Inference", "train": "Training"}
 _COLUMNS = {
@@ -55,15 +56,19 @@ def _verdict(result: AdviceResult) -> Verdict | None:
     """The recommendation for each purpose; outcome "not run" if a purpose has none."""
     if not result.recommendations:
         return None
-    parts = (f"{_short_answer(r)} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
-    is_whole = all(r.row or not r.nearest for r in result.recommendations)
+    parts = (f"{_short_answer(result, r)} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
+    is_whole = all(r.row or (not r.nearest and _was_tried(result, r.purpose)) for r in result.recommendations)
     return Verdict(outcome="passed" if is_whole else "not run", text=f"Recommended: {'; '.join(parts)}")
 
 
-def _short_answer(advised: Recommendation) -> str:
-    if advised.row or advised.nearest is None:
-        return advised.row or "the model as it is"
-    return f"undecided (nearest: {advised.nearest})"
+def _short_answer(result: AdviceResult, advised: Recommendation) -> str:
+    if advised.row or advised.nearest:
+        return advised.row or f"undecided (nearest: {advised.nearest})"
+    return "the model as it is" if _was_tried(result, advised.purpose) else _NONE_FITS
+
+
+def _was_tried(result: AdviceResult, purpose: str) -> bool:
+    return any(r.gap is not None for r in _of_purpose(result, purpose))
 
 
 def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
@@ -82,8 +87,9 @@ def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
     gaps = {(r.purpose, r.name): _gap_text(r.gap, _unit_of(result, r)) for r in result.rows if r.gap is not None}
     tiles: list[Tile] = []
     for advised in result.recommendations:
-        figure = advised.nearest or "as it is"
+        figure = advised.nearest or ("as it is" if _was_tried(result, advised.purpose) else MISSING)
         detail = "undecided" if advised.nearest else "no candidate is good enough"
+        detail = _NONE_FITS if figure == MISSING else detail
         if gap := gaps.get((advised.purpose, advised.row or "")):
             figure, detail = str(advised.row), f"gap {gap}"
         tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=figure, detail=detail))

@@ -49,7 +49,9 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
 
 
 def test_without_a_recommendation_the_verdict_is_no_pass() -> None:
-    nothing = Recommendation(purpose="train", row=None, words="Undecided.", command=None, nearest="bf16-sr")
-    verdict = verdict_of(advice_document(an_advice(recommendations=(nothing,))))
-    assert verdict.outcome == "not run"
-    assert "bf16-sr" in verdict.text
+    failed = a_row("GGUF_Q8_0", status="failed", why="tokenizer", gap=None)
+    for purpose, near, said in (("train", "bf16-sr", "bf16-sr"), ("infer", None, "none")):
+        nothing = Recommendation(purpose=purpose, row=None, words="Undecided.", command=None, nearest=near)
+        verdict = verdict_of(advice_document(an_advice(failed, recommendations=(nothing,))))
+        assert verdict.outcome == "not run"
+        assert said in verdict.text
