@@ -106,8 +106,8 @@ def test_divergence_falls_and_is_reported(outputs: dict[str, Path], form: str, t
     assert (result.source, result.twin, result.recipe) == ("demo", None, "recover fp32")
     halves = _options(steps=1, batch_size=4, grad_accum=2, seq_len=128)
     finetune(str(outputs[form]), tmp_path / "halves", halves)
-    first = [json.loads(line) for n in ("out", "halves") for line in (tmp_path / n / "metrics.jsonl").open()]
-    whole, parts = (x for x in first if x.get("step") == 1 and "grad_norm" in x)
+    lines = [x for n in ("out", "halves") for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()]
+    whole, parts = (x for x in map(json.loads, lines) if x["step"] == 1 and "grad_norm" in x)
     assert math.isclose(whole["loss"], parts["loss"], rel_tol=1e-4)
     assert math.isclose(whole["grad_norm"], parts["grad_norm"], rel_tol=1e-3)
 
