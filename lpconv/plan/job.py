@@ -24,7 +24,7 @@ from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import NEAREST, ConvertOptions, FilledOptions
 from lpconv.plan.plan import Plan, make_plan
-from lpconv.plan.policy import check_stacks, form_type
+from lpconv.plan.policy import check_family, check_stacks, form_type
 from lpconv.report.numbers import size_text
 from lpconv.results import ByteCounts, SourceRecord
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch
@@ -115,7 +115,8 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: FilledOptions, 
             source, plan = plan_gguf(plain, source, options)
         else:
             if form_type(options).of_linears:
-                check_stacks(infos, options)  # before transformers is asked for the model's modules
+                check_family(plain.config, options)  # before transformers is asked for the model's modules
+                check_stacks(infos, options)
             plan = make_plan(
                 {n: (e.info, e.file) for n, e in source.entries.items()},
                 options,

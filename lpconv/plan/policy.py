@@ -16,6 +16,7 @@ from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
 from lpconv.gguf.arranged import transposed
+from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.layouts.linears import LinearModules
 from lpconv.methods import METHODS
 from lpconv.plan.options import FilledOptions, FormatRule, matches
@@ -68,6 +69,21 @@ def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules |
     if fmt is None or refused is not None:
         return Kept.unchanged(info), refused or reason
     return kind.of(info.name, shape, fmt, settings), reason
+
+
+def check_family(config: Mapping[str, Any], options: FilledOptions) -> None:
+    """Raise UnsupportedError for a model that transformers cannot open in the layout, even if its experts are kept.
+
+    For compressed-tensors, transformers 5.24 builds the experts of Llama 4 one by one, but saves them in one tensor
+    (`quantizers/base.py`, SequentialLlama4TextExperts).
+    """
+    family = str(config.get("model_type"))
+    if options.layout == COMPRESSED_TENSORS and family in ("llama4", "llama4_text"):
+        raise UnsupportedError(
+            f"transformers cannot open models of type {family} in layout `{options.layout}`: it expects each expert in "
+            "a tensor of its own",
+            hint="use --layout transformers with --exclude '*.experts.*', or --layout lpconv",
+        )
 
 
 def check_stacks(infos: Mapping[str, TensorInfo], options: FilledOptions, fused: Collection[str] | None = None) -> None:

@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune t5 --dry-run": (4, "seq2seq"),
     "convert lacking": (3, "`model.layers.1.mlp.up_proj.weight`"),
     "convert experts --scheme FP8_DYNAMIC": (4, "--exclude '*.experts.*'"),
+    "convert llama4 --scheme FP8_DYNAMIC --exclude *.experts.*": (4, "--layout transformers"),
     "convert demo --scheme FP8_DYNAMIC --rule *embed*=e4m3fn": (4, "mlx"),
     "verify out --against wider": (3, "`wider`"),
     "finetune vit": (4, "`ViT"),
@@ -254,6 +255,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "t5": {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
         "vit": {"architectures": ["ViTForImageClassification"], "vocab_size": None, "image_size": 224},
         "bert": {"model_type": "bert"},
+        "llama4": {"model_type": "llama4_text"},
         "no-tokenizer": {},
     }
     for name, settings in changes.items():
@@ -288,7 +290,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
         "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "experts", "foreign", "lacking",
-        "lfs", "models", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
+        "lfs", "llama4", "models", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
