@@ -61,7 +61,9 @@ class InputRounding:
         return f"{self.format.name} {f'in groups of {self.group}' if self.group else tokens}"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The rounded inputs [..., inputs], in the dtype of `x`."""
+        """The rounded inputs [..., inputs], in the dtype of `x`; there may be none, for an expert without tokens."""
+        if not x.numel():
+            return x
         parts = x.float().reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
         scale = self._scale(parts)
         return fake_quantise(parts / scale, self.format).mul_(scale).flatten(-2).to(x.dtype)

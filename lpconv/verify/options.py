@@ -45,7 +45,8 @@ class VerifyOptions:
     data: Annotated[
         Path | None,
         Option(
-            "Text file on which to compare the outputs of both models, which are streamed layer by layer",
+            "Text file on which to compare the outputs of both models, which are streamed layer by layer; inputs of "
+            "layers are rounded if readers of the output round them",
             metavar="FILE",
             parse=Path,
             is_path=True,

@@ -50,6 +50,7 @@ def test_int8_and_what_nobody_rounds() -> None:
     assert rounding is not None
     scale = x.double().abs().amax(1, keepdim=True) / 127
     assert (rounding(x).double() - (x.double() / scale).round() * scale).abs().max() < 1e-6
+    assert rounding(x[:0]).shape == (0, 64)
     for unknown in ({"num_bits": 3, "type": "float"}, {"symmetric": False}, {"strategy": "attn_head"}):
         assert InputRounding.of(settings | unknown, None) is None
 
