@@ -17,6 +17,7 @@ from onnx_ir.tape import Tape
 from torch import Tensor
 
 from lpconv.export.options import integer_grid
+from lpconv.formats.spec import FORMATS
 from lpconv.forms.form import Stored
 from lpconv.forms.grid import Grid
 from lpconv.layouts.reader import StoredTensors
@@ -54,7 +55,8 @@ class ComponentValues:
     @property
     def size_bytes(self) -> int:
         """Size of the codes in bytes."""
-        return self.codes.numel() * (4 if self.format == "int4" else 8 * self.codes.element_size()) // 8
+        bits = _integer_dtype(self.format).bitwidth if self.format else 8 * self.codes.element_size()
+        return self.codes.numel() * bits // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,11 @@ _DTYPE_NAMES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
-_ONNX_INTEGERS = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8}
+
+
+def _integer_dtype(number: str) -> ir.DataType:
+    """The narrowest dtype of a graph of opset 21 that holds integers of a format."""
+    return ir.DataType.INT4 if FORMATS[number].bits <= 4 else ir.DataType.INT8
 
 
 def stored_weights(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
@@ -182,7 +188,7 @@ def _add_decoding(tape: Tape, name: str, component: ComponentValues) -> ir.Value
     """The value of one component by DequantizeLinear, which runtimes recognise; for 16 and 32 bits by Cast and Mul."""
     scale = torch.as_tensor(component.scale, dtype=torch.float32)
     if component.format:
-        integers = ir.tensor(component.codes.numpy(), dtype=_ONNX_INTEGERS[component.format], name=name)
+        integers = ir.tensor(component.codes.numpy(), dtype=_integer_dtype(component.format), name=name)
         inputs = [tape.initializer(integers), _add_tensor(tape, f"{name}_scale", scale)]
         # A scale per row is a group as well: ONNX Runtime 1.32 rounds the inputs of integers with a scale per row.
         size = component.codes.shape[1] // scale.shape[1]

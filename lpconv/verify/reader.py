@@ -22,7 +22,9 @@ from lpconv.storage.source import read_tensor
 from lpconv.storage.staging import MARKER, TUNED, check_is_output
 
 _FORMAT_VERSION = 1
-_MOST_STEPS = 3  # times a format's largest number: the farthest that a code can be from a number within its scale
+# Times a format's largest number: the farthest that a code can be from a number within its scale. For integers, two are
+# added to that number: they have one more below, and scales of 2 bits clip more.
+_MOST_STEPS = 3
 # Other outputs that have an lpconv.json.
 _OTHER_KINDS = {
     "onnx": "a checkpoint exported to ONNX",
@@ -151,7 +153,7 @@ class OutputReader(StoredTensors):
         if record is None or form.format is None or not form.takes_codes or not self.holds(form):
             return form
         is_explained = self.is_trained or (self.rounding != NEAREST and record.output_error is not None)
-        is_near = record.max_steps <= _MOST_STEPS * form.format.max
+        is_near = record.max_steps <= _MOST_STEPS * (form.format.max + 2 * form.format.twos_complement)
         return form.with_codes(self._fetch, self.read_side(form), record) if is_explained and is_near else form
 
     def changed(self, forms: Iterable[Form]) -> Iterator[str]:

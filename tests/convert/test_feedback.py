@@ -36,6 +36,7 @@ FILE = "model.safetensors"
 COMPRESSED = {"layout": "compressed-tensors"}
 KINDS: dict[str, dict[str, Any]] = {
     "int4 group:32": {"format": "int4", "granularity": "group:32"},
+    "int3 group:32": {"format": "int3", "granularity": "group:32"},
     "int8 group:32, compressed": {"format": "int8", "granularity": "group:32", **COMPRESSED},
     "mxfp4, compressed": {"format": "e2m1", "granularity": "mx", **COMPRESSED},
     "nvfp4, compressed": {"format": "e2m1", "granularity": "nvfp4", **COMPRESSED},

@@ -12,10 +12,10 @@ from lpconv.convert.gptq import (
     round_with_feedback,
     step_to_source,
 )
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.spec import FORMATS, INTEGERS, Format
 from lpconv.models.layer_walk import Moment
 
-NAMES = ("int4", "int8", "e2m1", "e4m3fn", "e5m2")
+NAMES = (*INTEGERS, "e2m1", "e4m3fn", "e5m2")
 ROWS, COLS = 12, 150  # columns beyond two blocks
 
 

@@ -219,3 +219,16 @@ def test_options_that_shape_the_bytes_are_recorded_and_in_the_command() -> None:
         changed = dataclasses.replace(asked, **{name: 1})
         assert command_line("demo", changed) == command_line("demo", asked)
         assert shaping_options(changed) == shaping_options(asked)
+
+
+@pytest.mark.parametrize("rounding", [{}, {"rounding": "gptaq", "calibrate": "demo", "scale": "search"}], ids=str)
+def test_each_bit_of_integers_keeps_more_of_the_model(rounding: dict[str, Any], tmp_path: Path) -> None:
+    divergences = []
+    for bits in (2, 3, 5, 6, 7):
+        tokens = 512 if rounding else None
+        asked = ConvertOptions(format=f"int{bits}", verify="logits", calibration_tokens=tokens, **rounding)
+        result = convert(str(demo_checkpoint()), tmp_path / f"int{bits}", asked)
+        assert result.verify is not None
+        assert result.verify.logits is not None
+        divergences.append(result.verify.logits.mean_kl)
+    assert all(wide < narrow / 2 for narrow, wide in itertools.pairwise(divergences)), divergences

@@ -24,7 +24,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 272, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-_INTEGERS = {"int4": onnx.TensorProto.INT4, "int8": onnx.TensorProto.INT8}
+_INTEGERS = {4: onnx.TensorProto.INT4, 8: onnx.TensorProto.INT8}  # by bits
 
 
 def qwen(folder: Path) -> Path:
@@ -119,7 +119,7 @@ def test_a_prompt_in_one_go_equals_the_prompt_step_by_step(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
-@pytest.mark.parametrize(("number", "group"), [("int4", 8), ("int8", 32), ("int8", 64)])
+@pytest.mark.parametrize(("number", "group"), [("int3", 32), ("int4", 8), ("int6", 32), ("int8", 32), ("int8", 64)])
 def test_integers_stay_codes(layout: str, number: str, group: int, tmp_path: Path) -> None:
     options = ConvertOptions(format=number, granularity=f"group:{group}", layout=layout, verify="none")
     convert(str(qwen(tmp_path / "source")), tmp_path / "low", options)
@@ -127,9 +127,9 @@ def test_integers_stay_codes(layout: str, number: str, group: int, tmp_path: Pat
     assert (result.opset, result.warnings) == (21, ())
     assert f"{number} × scale" in {w.form for w in result.weights}
     graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
-    codes = [i for i in graph.initializer if i.data_type == _INTEGERS[number]]
+    bits = 4 if number in ("int3", "int4") else 8
+    codes = [i for i in graph.initializer if i.data_type == _INTEGERS[bits]]
     assert codes
-    bits = 4 if number == "int4" else 8
     assert all(len(i.raw_data) * 8 == i.dims[0] * i.dims[1] * bits for i in codes)
     names = {i.name for i in codes}
     decoding = [n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in names]

@@ -39,6 +39,7 @@ from tests.helpers.models import tiny
 COMPRESSED: dict[str, Any] = {"layout": "compressed-tensors"}
 FORMS: dict[str, dict[str, Any]] = {
     "int4 groups": {"format": "int4", "granularity": "group:32"},
+    "int3 rows": {"format": "int3", "granularity": "row", **COMPRESSED},
     "int8 groups": {"format": "int8", "granularity": "group:128", **COMPRESSED},
     "W4A16": {
         "scheme": "W4A16", "rounding": "gptq", "calibrate": "demo", "calibration_tokens": 512, "scale": "search"
@@ -55,7 +56,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 # Those whose scales are fine enough to be trained.
-SCALES = {"int4 groups", "int8 groups", "W4A16", "fp8 tiles", "int4 for MLX", "int4 partly"}
+SCALES = {"int4 groups", "int3 rows", "int8 groups", "W4A16", "fp8 tiles", "int4 for MLX", "int4 partly"}
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
