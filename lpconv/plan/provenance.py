@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import math
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -108,13 +109,14 @@ def _group_warnings(plan: Plan) -> Iterator[str]:
         mend = "--allow-mixed-groups converts them for other readers"
         yield f"{code_list([t.name for t in joined])}: unconverted, since {joined[0].reason}; {mend}"
     grain = get_grain(plan.options.granularity)
-    group = grain.tile[1] if grain is not None and grain.tile[0] == 1 else 0
-    kept = [t for t in plan.tensors if t.format is None and group and t.reason.endswith(f"not a multiple of {group}")]
+    kept = [t for t in plan.tensors if t.format is None and re.search("not (a multiple|multiples) of", t.reason)]
     if 2 * len(kept) > len(kept) + sum(t.format is not None for t in plan.tensors):
         columns = [t.info.shape[-1] for t in plan.tensors if t in kept or t.format is not None]
         size = largest_group(columns)
         converts_all = grain is not None and grain.name.startswith("group") and not any(n % size for n in columns)
-        mend = f"; --granularity group:{size} converts them" if converts_all else ""
+        has_rows = plan.options.layout == COMPRESSED_TENSORS and plan.format_name == "e4m3fn"
+        other = f"group:{size}" if converts_all else "row" if has_rows else None
+        mend = f"; --granularity {other} converts them" if other else ""
         yield f"{len(kept)} of {len(columns)} matrices stay unconverted: {kept[0].reason}{mend}"
 
 

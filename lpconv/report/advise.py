@@ -305,7 +305,7 @@ def _sum_words(result: AdviceResult) -> str | None:
     power, unit = (1, " nats") if result.metric == "loss" else (2, "")
     total = sum(p.divergence**power for p in result.parts) ** (1 / power)
     what = "parts add up" if power == 1 else "squares of the parts add up"
-    return f"The {what} to {total:.2g}{unit}; all together cost {result.parts_whole:.2g}{unit}."
+    return f"The {what} to {total:.2g}{unit}; together they cost {result.parts_whole:.2g}{unit}."
 
 
 def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | None:

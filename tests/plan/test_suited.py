@@ -47,6 +47,7 @@ def test_groups_divide_the_rows_of_every_matrix(columns: tuple[int, ...], size: 
     [
         (ConvertOptions(scheme="W4A16"), 2, "group:64"),
         (ConvertOptions(scheme="W4A16", granularity="group:64"), 14, None),
+        (ConvertOptions(scheme="FP8_BLOCK"), 2, "--granularity row"),
         (ConvertOptions(format="int4"), 14, "64"),
         (ConvertOptions(format="int4", granularity="group:64"), 14, None),
     ],
@@ -57,7 +58,7 @@ def test_groups_that_do_not_divide_most_matrices_are_reported(
     """Two layers of seven matrices each, of which only `down_proj` has 128 columns, the others 64."""
     source = tiny("llama", tmp_path / "source", hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
     planned = plan(str(source), tmp_path / "out", options)
-    assert sum(t.format == "int4" for t in planned.tensors) == num_converted
+    assert sum(t.format in ("int4", "e4m3fn") for t in planned.tensors) == num_converted
     assert [named in warning for warning in planned.warnings if named] == [True] * (named is not None)
 
 
