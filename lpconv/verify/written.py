@@ -294,7 +294,9 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
     tensors = []
     for t in plan.tensors:
         settings = settings_for(plan.options, plan.linears, t.name)
-        record = records[t.name]
+        record = records.get(t.name)
+        if record is None:
+            raise InputError(f"{MARKER} has no record of tensor `{t.name}`", hint="download it again")
         form: Any = Kept(name=t.name, shape=t.info.shape, dtype=t.info.dtype)
         if record.action == "convert":
             fmt = find("format", record.format, FORMATS, error=InputError)
