@@ -13,7 +13,7 @@ from benchmarks.common import Rows, command, environment, machine, parser, work_
 from benchmarks.serving.answers import NUM_TOKENS, converted, difference, equal_first, greedy, logs_of, prompts_of
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-lm")
-SCHEMES = ("MLX_MXFP4", "MLX_MXFP8", "MLX_INT4", "MLX_INT8")
+SCHEMES = ("MLX_MXFP4", "MLX_MXFP8", *(f"MLX_INT{bits}" for bits in (2, 3, 4, 5, 6, 8)))
 # Prints the SHA-256 of each decoded weight in fp32, the tokens after each prompt, and the log-probability of every
 # token of the texts except the first.
 CHILD = """

@@ -20,7 +20,7 @@ def _vllm() -> Iterator[Row]:
     rows = recorded("vllm")["rows"]
     release = next(r["version"] for r in rows if "version" in r)
     for r in rows:
-        runtime = f"vLLM {release}, {r['dtype']}"
+        runtime = f"vLLM {release}, {r['dtype']}, {r['cpu']}"
         layout = f"compressed-tensors, {r['case']}" if r["options"] else "unquantised"
         if "failed" in r:
             yield layout, r["model"], runtime, "no", "", f"`{r['failed']}`"

