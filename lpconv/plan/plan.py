@@ -23,6 +23,7 @@ from lpconv.layouts.linears import LinearModules, format_groups, fused_groups, g
 from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
 from lpconv.plan.policy import check_stacks, decide, deciding_rule, form_type
 from lpconv.plan.settings import shaping_options
+from lpconv.plan.suited import largest_group
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, encode_header, lay_out
 from lpconv.version import __version__
@@ -336,9 +337,11 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
     """Raise UnsupportedError unless some weight is converted, and all experts of a layer have the same format."""
     if all(t.format is None for t in planned.values()):
         reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
+        group = largest_group(t.info.shape[-1] for t in planned.values() if len(t.info.shape) > 1)
+        is_finer = options.granularity.startswith("group:") and group < int(options.granularity.removeprefix("group:"))
         raise UnsupportedError(
             f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",
-            hint="without --scheme, use --layout lpconv or another --granularity; check `architectures` in config.json",
+            hint=f"add --granularity group:{group}" if is_finer else "use --layout lpconv, without --scheme",
         )
     if options.kv_cache is not None:
         _check_cache(planned)
