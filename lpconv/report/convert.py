@@ -105,7 +105,9 @@ def plan_document(plan: PlanResult) -> Document:
     nothing = nothing_converted(formats, plan.format, verb="would be")
     return Document(
         kind="plan",
-        verdict=Verdict(outcome="not run", text=nothing) if nothing else None,
+        verdict=Verdict(
+            outcome="not run", text=nothing or f"would be {_change_words(plan.bytes.read, plan.bytes.written)}"
+        ),
         title=f"{plan.source.name} → {plan.output}",
         summary=f"Plan with method {plan.method} and format {plan.format}. Nothing was written.",
         facts=facts,

@@ -487,8 +487,13 @@ def memory_document(plan: MemoryPlan) -> Document:
     rows = tuple((recipe, *map(count_text, counts.values())) for recipe, counts in plan.gpus.items())
     most = max(m.num_ranks for m in plan.memory)
     fewest = f"The smallest number of GPUs that is enough; {MISSING} if {most} are not"
+    alone = next(m for m in plan.memory if m.recipe == plan.recipe)
     return Document(
         kind="finetune",
+        verdict=Verdict(
+            outcome="not run",
+            text=f"{size_text(alone.total_bytes)} on {plural(alone.num_ranks, 'GPU')} with recipe {plan.recipe}",
+        ),
         title=f"{plan.name}: memory of a step",
         facts={
             "Parameters": count_text(plan.num_parameters),
