@@ -38,7 +38,7 @@ class Method:
     residuals: tuple[str, ...] = ()
     has_budget: bool = False
 
-    def format(self, name: str | None, grain: Grain | None = None) -> Format:
+    def format(self, name: str | None, grain: Grain | None = None, *, is_of_rule: bool = False) -> Format:
         """The format called `name`; for None, the default of the granularity or of the method.
 
         Raises UsageError if the method does not support that format at that granularity.
@@ -47,7 +47,9 @@ class Method:
         fmt = get_format(name or (self.default_format if is_own else allowed[0]))
         if fmt.name not in allowed:
             what = "" if grain is None or is_own else f" with {grain.words}"
-            finer = default_grain(fmt.name) if self.has_granularity else None
+            own_grain = default_grain(fmt.name) if self.has_granularity else None
+            # the granularity holds for all tensors, and those of a rule should not change the others' format
+            finer = own_grain if not is_of_rule else "row" if own_grain and fmt.name in INTEGERS else None
             more = f", or {fmt.name} with --granularity {finer}" if finer else ""
             raise UsageError(
                 f"method `{self.name}` does not write format `{fmt.name}`{what}",

@@ -81,7 +81,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
     check(options)
     for rule in options.rules:
         if rule.format != "keep" and (grain is None or rule.format not in method.formats_with(grain)):
-            method.format(rule.format)  # stored with one scale per tensor, if the method has it
+            method.format(rule.format, is_of_rule=True)  # stored with one scale per tensor, if the method has it
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has only one format, here {fmt.name}",
