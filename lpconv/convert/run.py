@@ -11,6 +11,7 @@ from typing import Any
 
 from lpconv.convert.parts import adopt_parts, check_shareable, checked_parts, folder_for_parts, remove_parts
 from lpconv.data import SELF, text_at
+from lpconv.data.texts import check_reads_text, check_tokenizer
 from lpconv.errors import OutputExistsError, VerificationError
 from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
@@ -144,6 +145,11 @@ def _prepared(model: Openable, output: Path | str, options: ConvertOptions, prog
     checkpoint = open_model(model, output, fill_options(options))
     options, notes = suited_options(options, checkpoint)
     _check_place(output, options)
+    if options.calibrate is not None:
+        check_reads_text(
+            checkpoint.config, hint="leave --calibrate out, with --rounding nearest and without static scales"
+        )
+        check_tokenizer(checkpoint.directory)
     own_text = _place_of_own_text(output, options) if options.calibrate == SELF else None
     options = options if own_text is None else dataclasses.replace(options, calibrate=str(own_text))
     with prepare(checkpoint, output, options) as job:

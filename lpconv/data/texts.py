@@ -136,6 +136,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _TOKENIZERS)
 
 
+def check_tokenizer(*directories: Path) -> None:
+    """Raise InputError unless one of the checkpoints has files of a tokenizer."""
+    if not any(map(has_tokenizer, directories)):
+        who = "neither checkpoint has a" if len(directories) > 1 else f"`{directories[0].name}` has no"
+        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files next to the weights")
+
+
 def check_rows(rows: Rows, column: str, path: Path, directory: Path) -> list[str]:
     """The texts of rows; empty for conversations that the chat template in `directory` can show.
 

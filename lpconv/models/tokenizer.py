@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.data.texts import check_largest_id, check_turns, has_tokenizer, text_of
+from lpconv.data.texts import check_largest_id, check_tokenizer, check_turns, has_tokenizer, text_of
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_text_config
@@ -222,12 +222,8 @@ def windows_of(
 
 def tokenizer_of(where: Sequence[Checkpoint]) -> Any:
     """The tokenizer of the first checkpoint that has one. Raises InputError if none does."""
-    tokenizers = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
-    tokenizer = next(tokenizers, None)
-    if tokenizer is None:
-        who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
-        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files next to the weights")
-    return tokenizer
+    check_tokenizer(*(c.directory for c in where))
+    return next(t for c in where if (t := read_tokenizer(c.directory)) is not None)
 
 
 def calibration_windows(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from lpconv.data.texts import check_reads_text, check_seq_len, check_text, num_positions
+from lpconv.data.texts import check_reads_text, check_seq_len, check_text, check_tokenizer, num_positions
 from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.reader import open_readable, stored_shapes
@@ -61,6 +61,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         assert options.against is not None  # set by with_source, as for tasks
         reference = _open_reference(options.against)
         check_reads_text(reference.config, hint="leave --data out to compare weights only")
+        check_tokenizer(reference.directory, directory)
         check_seq_len(options.seq_len, num_positions(reference.config))
         check_text(options.data, reference.directory, reference.config, options.seq_len)
         early_gates = []  # all gates wait for the outputs on the text
