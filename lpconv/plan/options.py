@@ -317,7 +317,10 @@ def check_matches(pattern: str, names: Iterable[str]) -> None:
     if any(matches(pattern, n) for n in names):
         return
     if matched := sum(matches(f"*{pattern}*", n) for n in names):
-        raise UsageError(f"pattern `{pattern}` matches no whole name", hint=f"'*{pattern}*' matches {matched} tensors")
+        raise UsageError(
+            f"pattern `{pattern}` matches no whole name",
+            hint=f"'*{pattern}*' matches {matched} tensor{'s' * (matched > 1)}",
+        )
     near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
     hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL --all` lists the names"
     if matches(pattern, "lm_head.weight"):
