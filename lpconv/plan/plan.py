@@ -337,7 +337,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
     """Raise UnsupportedError unless some weight is converted, and all experts of a layer have the same format."""
     if all(t.format is None for t in planned.values()):
         reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
-        group = largest_group(t.info.shape[-1] for t in planned.values() if len(t.info.shape) > 1)
+        group = largest_group(t.info.shape[-1] for t in planned.values() if "not a multiple of" in t.reason)
         is_finer = options.granularity.startswith("group:") and group < int(options.granularity.removeprefix("group:"))
         raise UnsupportedError(
             f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",

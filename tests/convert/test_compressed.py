@@ -210,9 +210,10 @@ def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
 
 def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
     """GPT-2's matrices belong to `Conv1D`: codes in them would be read as numbers."""
-    options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", verify="none")
-    with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors.*\(10\)"):
+    options = ConvertOptions(scheme="W4A16", verify="none")
+    with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors.*\(10\)") as raised:
         plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
+    assert "--granularity" not in str(raised.value.hint)  # no group makes them Linear weights
 
 
 def test_a_config_that_builds_no_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
