@@ -240,7 +240,7 @@ def _read_rule(raw: Any) -> FormatRule:
     return parse_rule(f"{rule['match']}={'keep' if is_kept else rule['format']}")
 
 
-_RULE_HINT = "for example {match: lm_head, keep: true} or {match: 're:down_proj$', format: bf16}"
+_RULE_HINT = "for example {match: '*lm_head*', keep: true} or {match: 're:down_proj', format: bf16}"
 _RULE_SCHEMA = {
     "anyOf": [
         {"type": "string", "pattern": ".=."},

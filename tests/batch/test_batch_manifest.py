@@ -173,7 +173,7 @@ class TestMistakes:
             ({"rules": [{"match": "a"}]}, r"jobs\[0\].rules\[0\]: .*rule", "keep: true"),
             ({"rules": [{"match": "a", "format": "fp16", "keep": True}]}, r"rules\[0\]: .*rule", "keep: true"),
             ({"rules": [{"match": "a", "frmat": "fp16"}]}, r"jobs\[0\].rules\[0\].frmat: unknown", "`format`"),
-            ({"rules": "a=fp16"}, r"jobs\[0\].rules: .*list", "match"),
+            ({"rules": "a=fp16"}, r"jobs\[0\].rules: .*list", "*lm_head*"),
             ({"include": "re:("}, r"jobs\[0\] \(a\): pattern `re:\(`", "escape"),
             ({"residual": "int8"}, r"jobs\[0\] \(a\): .*`unit` .*residual", "collage"),
             ({"method": "collage", "format": "e5m2"}, r"jobs\[0\] \(a\): .*`collage`", "bf16"),
