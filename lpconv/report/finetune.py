@@ -223,7 +223,8 @@ def verdict(result: FinetuneResult) -> str:
             f"({_progress(result, 'twin')}), so the gap does not show what low precision costs."
         )
     if result.learned("run") is False:
-        text += f" {result.recipe} learned nothing, while {result.twin} did ({_progress(result, 'run')})."
+        text += f" {result.recipe} learned nothing measurable ({_progress(result, 'run')}), while {result.twin} did"
+        text += f" ({_progress(result, 'twin')})."
     if g.exceeds_noise is None:
         text += " One seed cannot separate this from noise; use --seeds 3."
     else:

@@ -127,6 +127,7 @@ def test_a_gap_is_no_verdict_where_nothing_was_learned(run_after: float, twin_af
     gap = GapRecord(metric="eval_accuracy", run=run_after, twin=twin_after, gap=run_after - twin_after)
     found = result(task="classification", held_out=records, gaps=(gap,))
     assert words in verdict(found)
+    assert verdict(found).count(" before,") == (1 if twin_after < 0.7 else 2 * (run_after < 0.7))  # whose figures
     assert len(nothing_learned(found)) == sum(x < 0.7 for x in (run_after, twin_after))
     assert "On 64 of 97 held-out examples" in str(finetune_document(found))
 
