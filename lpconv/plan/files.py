@@ -11,7 +11,7 @@ from lpconv.plan.plan import Plan
 from lpconv.plan.policy import sensitive_kind
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER, RESIDUAL_INDEX, Checkpoint, residual_index
-from lpconv.storage.contents import QUANTIZATION_FILES
+from lpconv.storage.contents import ATTRIBUTES, QUANTIZATION_FILES
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.partfile import write_small, writing
 from lpconv.storage.place import sha256_of
@@ -23,7 +23,7 @@ CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's own
 INDEX = "model.safetensors.index.json"
 _NAMED = ("embedding", "output head")  # modules that readers do not find by the class Linear
-_NOT_OURS = {".git", ".cache", ".gitattributes"}  # of version control and the hub; nothing there is loaded
+_NOT_OURS = {".git", ".cache", ATTRIBUTES}  # of version control and the hub; nothing there is loaded
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:

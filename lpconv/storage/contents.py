@@ -36,7 +36,7 @@ _RIVAL = re.compile(r".*\.(safetensors|gguf)|(.*/)?(pytorch_|adapter_)?model[^/]
 # Files in which some tools store ``quantization_config`` instead of in config.json, and their methods.
 QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
-_SHOWN = ".gitattributes"  # a hidden file of every repository on the hub
+ATTRIBUTES = ".gitattributes"  # a hidden file of every repository on the hub
 _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
 
@@ -247,7 +247,7 @@ def find_side_files(directory: Path, weight_files: Collection[str]) -> tuple[str
 
 def hidden_files(directory: Path) -> list[str]:
     """Names of hidden files and folders. They are never copied, because they may hold credentials."""
-    return sorted({p.name for p in directory.rglob(".*") if p.name not in {*_IGNORED_FOLDERS, _SHOWN}})
+    return sorted({p.name for p in directory.rglob(".*") if p.name not in {*_IGNORED_FOLDERS, ATTRIBUTES}})
 
 
 def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
         if _WEIGHT_FILE.fullmatch(name) and path.parent not in modules:
             continue
         parts = path.relative_to(directory).parts
-        if _IGNORED_FOLDERS.isdisjoint(parts[:-1]) and not any(p[0] == "." and p != _SHOWN for p in parts):
+        if _IGNORED_FOLDERS.isdisjoint(parts[:-1]) and not any(p[0] == "." and p != ATTRIBUTES for p in parts):
             yield name
 
 

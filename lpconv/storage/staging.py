@@ -25,7 +25,7 @@ from lpconv.errors import InputError, OutputExistsError, UnsupportedError, Usage
 from lpconv.gguf.view import find_gguf
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import code_list
-from lpconv.storage.contents import ADAPTER, check_inside, no_checkpoint_error, read_json
+from lpconv.storage.contents import ADAPTER, ATTRIBUTES, check_inside, no_checkpoint_error, read_json
 from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, writing
 from lpconv.storage.place import open_regular, sha256_of
 from lpconv.storage.remote import check_url, is_url
@@ -263,7 +263,13 @@ def check_no_foreign(place: Path | str, names: Iterable[str], own: set[str], sum
 
     What a killed run left of writing one of them is as good as the file.
     """
-    known = {*own, *NOT_SUMMED, JOURNAL, *(line[66:] for line in sums.decode(errors="replace").splitlines())}
+    known = {
+        *own,
+        *NOT_SUMMED,
+        ATTRIBUTES,
+        JOURNAL,
+        *(line[66:] for line in sums.decode(errors="replace").splitlines()),
+    }
     folders = tuple(name for name in own if name.endswith("/"))
     foreign = sorted(n for n in names if n.removesuffix(PART) not in known and not n.startswith(folders))
     if foreign:

@@ -29,6 +29,7 @@ class TestOutput:
     def test_force_replaces_an_output_of_ours_only(self, run: Run, output: Path) -> None:
         run()
         (output / "report.json.part").touch()  # of a killed run
+        (output / ".gitattributes").touch()  # of the source, or of the hub
         run(force=True, format="bf16")
         (output / "lpconv.json").unlink()
         before = files_of(output)
