@@ -143,7 +143,9 @@ def quantization_config(converted: ConvertedFacts) -> dict[str, Any]:
     transformers reads all experts in the usual format.
     """
     grain, usual = get_grain(converted.settings["granularity"]), converted.settings["format"]
-    of_experts = {converted.formats[n] for n in converted.experts if n in converted.formats} or {usual}
+    of_experts = {converted.formats.get(n, "keep") for n in converted.experts}
+    if of_experts <= {"keep"}:
+        of_experts = {usual}
     if len(of_experts) > 1:
         raise UnsupportedError(
             f"transformers reads all experts in one format, but these have {', '.join(sorted(of_experts))}",

@@ -50,11 +50,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def small(kind: str, folder: Path) -> Path:
+def small(kind: str, folder: Path, num_layers: int = 1) -> Path:
     name, more, _ = MODELS[kind]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    cls(cls.config_class(**_SMALL, **more)).to(torch.bfloat16).save_pretrained(folder)
+    cls(cls.config_class(**_SMALL | more | {"num_hidden_layers": num_layers})).to(torch.bfloat16).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -112,12 +114,13 @@ def ignored_by(path: Path) -> list[str]:
     [
         ("W4A16", {"exclude": ("*.experts.1.*",)}, r"experts\.1\.w1\.weight`.*format"),
         ("W4A16", {"rules": (FormatRule(pattern="*.w2*", format="int8"),)}, r"experts\.0\.w2\.weight`.*format"),
+        ("W4A16", {"exclude": ("*layers.0.*experts*",)}, "transformers.*keep"),
         ("FP8", {"calibrate": "demo"}, "--calibrate"),
     ],
 )
 def test_half_of_the_experts_is_refused(layout: str, more: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=said):
-        plan(str(small("mixtral", tmp_path / "source")), tmp_path / "out", options_of(layout, **more))
+        plan(str(small("mixtral", tmp_path / "source", 2)), tmp_path / "out", options_of(layout, **more))
 
 
 @pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "fp8"])
