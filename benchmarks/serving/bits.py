@@ -131,12 +131,11 @@ def coded(stored: StoredTensors) -> list[str]:
 _CT = {"layout": "compressed-tensors"}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "compressed-tensors": {
-        **{s: {"scheme": s} for s in ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4A16", "NVFP4A16")},
+        **{s: {"scheme": s} for s in ("FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP8", "MXFP4", "MXFP4A16", "NVFP4A16")},
         "FP8, weights only": _CT | {"format": "e4m3fn"},
-        "W8A16, groups of 64": _CT | {"format": "int8", "granularity": "group:64"},
-        "W4A16, groups of 64": _CT | {"format": "int4", "granularity": "group:64"},
+        **{f"W{b}A16, groups of 64": _CT | {"format": f"int{b}", "granularity": "group:64"} for b in range(2, 9)},
     },
-    "mlx": {s: {"scheme": s} for s in ("MLX_MXFP4", "MLX_MXFP8", "MLX_INT4", "MLX_INT8")},
+    "mlx": {s: {"scheme": s} for s in ("MLX_MXFP4", "MLX_MXFP8", *(f"MLX_INT{b}" for b in (2, 3, 4, 5, 6, 8)))},
     "gguf": {s: {"scheme": s} for s in ("GGUF_F16", "GGUF_BF16", "GGUF_Q8_0", "GGUF_Q4_0", "GGUF_MXFP4")},
     "onnx": {
         "e4m3fn": {"format": "e4m3fn"},
