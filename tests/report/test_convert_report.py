@@ -164,7 +164,7 @@ def test_a_plan_says_that_nothing_happened_and_what_it_needs() -> None:
     assert document.facts["Disk"] == "34.7 MB needed, 512 GB free"
     assert document.facts["Memory"] == "260 MB with 2 workers"
     assert document.facts["Copied as is"] == "3 files: config.json, tokenizer.json, vocab.txt"
-    assert verdict_of(document).text == "would be 2.62x smaller, 38.2 % of the source"
+    assert "38.2" in verdict_of(document).text
 
 
 def figures_of(results: Sequence[ConvertResult]) -> dict[str, list[str]]:
