@@ -329,7 +329,10 @@ def check_matches(pattern: str, names: Iterable[str]) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a tensor name matches a pattern: a glob over the whole name, or ``re:`` and an expression within it."""
+    """Whether a tensor name matches a pattern: a glob over the whole name, or ``re:`` and an expression within it.
+
+    Globs may leave out `.weight`.
+    """
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)

@@ -6,6 +6,7 @@ output all use this object.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -318,16 +319,19 @@ def _keep_groups_whole(
     """
     readers = "" if options.allow_mixed_groups else LAYOUTS[options.layout].fused_by
     weights = [n for n in planned if n in linears.weights and n not in linears.experts]
-    for names in format_groups(weights) if readers else ():
-        group = [planned[n] for n in names]
-        if len({t.format for t in group}) < 2:
-            continue
-        if any(options.decides(t.name) for t in group):
-            stored = (f"{t.module.rpartition('.')[2]} ({t.format.name if t.format else 'kept'})" for t in group)
-            raise UsageError(
-                f"`{group[0].module.rpartition('.')[0]}`: {readers} fuse {', '.join(stored)}, so these need one format",
-                hint=f"'{group_pattern(names)}' matches all; --allow-mixed-groups is for other readers",
-            )
+    groups = ([planned[n] for n in names] for names in (format_groups(weights) if readers else ()))
+    mixed = [group for group in groups if len({t.format for t in group}) > 1]
+    chosen = [group for group in mixed if any(options.decides(t.name) for t in group)]
+    if chosen:
+        stored = (f"{t.module.rpartition('.')[2]} ({t.format.name if t.format else 'kept'})" for t in chosen[0])
+        pattern = group_pattern([t.name for t in chosen[0]])
+        if len(chosen) > 1:
+            pattern = re.sub(r"\.\d+\.", r".\\d+.", pattern)
+        raise UsageError(
+            f"`{chosen[0][0].module.rpartition('.')[0]}`: {readers} fuse {', '.join(stored)}, so these need one format",
+            hint=f"'{pattern}' matches all; --allow-mixed-groups is for other readers",
+        )
+    for group in mixed:
         part = next(t for t in group if t.format is None).module.rpartition(".")[2]
         reason = f"{readers} fuse it with `{part}`, {MISFIT}"
         yield from (replace(t, form=Kept.unchanged(t.info), reason=reason) for t in group if t.format is not None)

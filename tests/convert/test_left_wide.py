@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from lpconv.convert.run import convert
+from lpconv.convert.run import convert, plan
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UsageError
 from lpconv.inspect.headers import inspect
@@ -75,13 +75,15 @@ def test_a_rule_converts_what_would_be_left(tmp_path: Path) -> None:
     assert stored["backbone.layers.0.mixer.A_log"].dtype == torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("given", [{"exclude": ("*.v_proj.weight",)}, {"include": ("*.1.mlp.up_proj.weight",)}])
+@pytest.mark.parametrize("given", [{"exclude": ("*.v_proj",)}, {"include": ("*.1.mlp.up_proj.weight",)}])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "TRANSFORMERS_MXFP8"])
 def test_weights_that_vllm_fuses_get_one_format(scheme: str, given: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
     """vLLM 0.32 refuses others (`should_ignore_layer` in compressed_tensors/utils.py, `is_layer_skipped` for fp8)."""
     asked = ConvertOptions(scheme=scheme, **given)  # type: ignore[arg-type]  # patterns only
-    with pytest.raises(UsageError, match=r"v_proj \(kept\)|gate_proj \(kept\)"):
+    with pytest.raises(UsageError, match=r"v_proj \(kept\)|gate_proj \(kept\)") as refused:
         convert(str(demo_checkpoint()), tmp_path / "out", asked)
+    suggested = dict.fromkeys(given, (str(refused.value.hint).split("'")[1],))
+    plan(str(demo_checkpoint()), tmp_path / "out", replace(asked, **suggested))  # type: ignore[arg-type]  # patterns
     assert convert(str(demo_checkpoint()), tmp_path / "out", replace(asked, allow_mixed_groups=True)).verify.passed
 
 
