@@ -52,7 +52,7 @@ def test_the_action_inspects_each_model(damaged: Path) -> None:
     def step(models: str, options: str = "") -> subprocess.CompletedProcess[str]:
         return run(["bash", "-e", "-c", inspect["run"]], MODELS=models, OPTIONS=options)
 
-    good = step(f"{demo_checkpoint()}\n\n", "--quiet --all")
+    good = step(f"{demo_checkpoint()}\n\n", "--all")
     assert good.returncode == 0, good.stderr
     assert "lm_head" in good.stdout or "embed_tokens" in good.stdout
     bad = step(f"{damaged}\n{demo_checkpoint()}\n")

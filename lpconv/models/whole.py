@@ -184,4 +184,5 @@ def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     if known is None or not {*matrices} ^ {n for n, shape in shapes.items() if len(shape) > 1} <= {_HEAD}:
         return None
     names = (n.removesuffix(".weight") for n in matrices if n != _EMBEDDING)
-    return LinearModules(plain=tuple(names), others=(), tables=frozenset((_EMBEDDING.removesuffix(".weight"),)))
+    tables, family = frozenset((_EMBEDDING.removesuffix(".weight"),)), str(config["model_type"])
+    return LinearModules(plain=tuple(names), others=(), tables=tables, family=family)

@@ -231,7 +231,7 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
         "unit e4m3fn": "measured", "unit fp16": "pruned", "unit e5m2": "pruned",
         "multipoint e2m1 6 bits": "unmeasured", "multipoint int4 4.5 bits": "unmeasured",
     }  # fmt: skip
-    assert "Inference" in done.stdout
+    assert "Recommended" in done.stdout
 
 
 class Ticking(Silent):

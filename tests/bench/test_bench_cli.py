@@ -160,7 +160,7 @@ def test_what_was_saved_is_compared_with(trained: tuple[dict[str, Any], Path], t
     old = tmp_path / "old.json"
     old.write_text(json.dumps(document))
 
-    compared = run("demo", "--mode", "train", "--batch", "1", *QUICK, "--compare", old)
+    compared = run("demo", "--mode", "train", "--batch", "1", *QUICK[:-1], "--compare", old)
 
     assert compared.exit_code == 5
     assert ": fp8 static, train, 1 x 128" in compared.stderr
@@ -221,7 +221,7 @@ def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
     saved, command = tmp_path / "bench.json", [sys.executable, "-m", "lpconv", "bench", "demo"]
     sizes = ("--format", "bf16", "--batch", "1,2,3,4,5,6,7,8", "--seq", "16")  # the baseline alone: a child for each
     process = subprocess.Popen(
-        [*command, *sizes, *QUICK, "--save", str(saved)],
+        [*command, *sizes, *QUICK[:-1], "--save", str(saved)],
         stdout=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
     )

@@ -15,7 +15,7 @@ def test_lpconv_alone_answers_questions() -> None:
     done = CliRunner().invoke(app, [])
     assert done.exit_code == 0
     for question, command in QUESTIONS.items():
-        assert re.search(rf"{re.escape(question)} +{re.escape(command)}\n", done.stdout)
+        assert re.search(rf"{re.escape(question)}\s+{re.escape(command)}\n", done.stdout)
 
 
 def test_the_readme_has_the_same_table() -> None:

@@ -65,7 +65,8 @@ def test_a_method_keeps_what_it_promises(asked: dict[str, Any], source: Path, tm
     assert all(torch.equal(read[name].to(x.dtype), x) for name, x in back.items())
     assert restored.exact == all(torch.equal(back[name], x) for name, x in wanted.items())
     error = (back["layer.weight"].double() - wanted["layer.weight"].double()).square().sum().sqrt()
-    assert float(error) <= 0.2 * float(wanted["layer.weight"].double().square().sum().sqrt())
+    most = 0.5 if asked["format"] == "int2" else 0.2
+    assert float(error) <= most * float(wanted["layer.weight"].double().square().sum().sqrt())
     verified = verify_output(tmp_path / "out", VerifyOptions(against=str(source), level="weights"), progress=Silent())
     assert verified.passed
 

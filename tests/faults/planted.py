@@ -50,8 +50,8 @@ FAULTS: dict[str, Fault] = {
     # Layouts: axes, packing, zero points.
     "swapped_tile": _fault("height, _ = self.grain.sizes(", "_, height = self.grain.sizes(",
                            "convert/test_granularity.py"),
-    "swapped_nibbles": _fault("torch.stack((raw & 15, raw >> 4), dim=2)", "torch.stack((raw >> 4, raw & 15), dim=2)",
-                              "forms/test_foreign.py"),
+    "overlapping_codes": _fault("words.add_(words >> bits * count", "words.add_(words >> count",
+                                "forms/test_foreign.py"),
     "awq_in_order": _fault("(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)", "forms/test_foreign.py"),
     "gptq_zero_point": _fault("plus=int(is_first_version)", "plus=0", "forms/test_foreign.py"),
     # Reading a checkpoint.
@@ -103,7 +103,7 @@ FAULTS: dict[str, Fault] = {
     "keeps_the_noisier": _fault("row.noise <= than.noise * _SAME_NOISE", "row.noise >= than.noise / _SAME_NOISE",
                                 "advise/test_choice.py"),
     "unlocked_source": _fault("return sha256_of(path) != record.sha256", "return False", "batch/test_batch_run.py"),
-    "needs_ignored": _fault("return not any(need == other.id and need not in self._results", "return True or any(need",
+    "needs_ignored": _fault("return not any(other.id in job.needs and", "return True or any(other.id in job.needs and",
                             "batch/test_batch_placed.py"),
     "lost_residual": _fault("for component in weight.components[1:]:", "for component in weight.components[1:1]:",
                             "export/test_onnx.py"),

@@ -58,12 +58,12 @@ def test_side_files_that_are_pointers_of_git_lfs_are_named(folder: Path) -> None
 
 
 def test_the_hint_if_a_scheme_converts_nothing_works(folder: Path) -> None:
-    """GPT-2 has no Linear modules; `--layout lpconv` next to the scheme changes nothing."""
+    """GPT-2 has no Linear modules; so the hint is to leave the scheme out."""
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     done = CliRunner().invoke(app, ["convert", "model", "--scheme", "FP8_DYNAMIC", "--dry-run"])
     assert done.exit_code == 4
-    assert "without --scheme, use --layout lpconv" in done.stderr
+    assert "--layout" in done.stderr
     other = CliRunner().invoke(app, ["convert", "model", "--layout", "lpconv", "-f", "e4m3fn", "--dry-run"])
     assert other.exit_code == 0
 

@@ -61,7 +61,7 @@ def test_a_resumed_run_allots_the_same_and_looking_changes_nothing(tmp_path: Pat
 def test_the_command_shows_every_layer_on_terminal_and_page(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ["finetune", "demo", "--recipe", "bf16", "--steps", "3", "--batch-size", "2", "--seq-len", "32",
-               "--twin", "none", "--lca", "-o", str(out), "-q"]  # fmt: skip
+               "--twin", "none", "--lca", "-o", str(out)]  # fmt: skip
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.stderr
     layers = json.loads((out / "report.json").read_text())["runs"][0]["loss_allocation"]["layers"]
