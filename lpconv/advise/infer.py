@@ -34,6 +34,7 @@ from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, UsageError, problem_text
+from lpconv.formats.spec import FORMATS
 from lpconv.layouts.linears import format_groups, group_pattern
 from lpconv.layouts.reader import stored_shapes
 from lpconv.models.inputs import vocabulary_size
@@ -62,7 +63,6 @@ _LADDERS: tuple[tuple[Settings, str], ...] = (
     ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, "keep"),
 )
 _WINDOWS = 2
-_NARROW = ("bf16", "fp16", "e4m3fn", "e5m2", "int4", "int8", "e2m1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
-    is_narrow = number_of(settings) in _NARROW and "residual" not in settings  # opens in 16 bits
+    is_narrow = FORMATS[number_of(settings)].storage_bits <= 16 and "residual" not in settings  # opens in 16 bits
     return replace(row, **trial.forecasts["bf16" if is_narrow else "fp32"])
 
 

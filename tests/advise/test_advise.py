@@ -74,6 +74,14 @@ def test_a_runtime_gets_what_it_opens(tmp_path: Path, runtime: str, expected: st
     assert done.exit_code == 2, done.stderr
 
 
+def test_integers_of_every_width_are_opened_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer, "conversions", lambda runtime: {n: {"scheme": n} for n in ("MLX_INT4", "MLX_INT5")})
+    command = ["advise", "demo", "--for", "mlx", "-o", str(tmp_path / "out"), "--json", "-q"]
+    rows = json.loads(CliRunner().invoke(app, command).stdout)["rows"]
+    memory = {row["name"]: row["memory_bytes"] for row in rows}
+    assert memory["MLX_INT5"] == memory["MLX_INT4"] > 0  # mlx-lm opens a model in one dtype, whatever the codes
+
+
 def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     out = tmp_path / "advice"
     command = ["advise", "demo", "--for", "infer", "--bits", "12", "--seq-len", "32", "-o", str(out), "--json", "-q"]
