@@ -69,8 +69,8 @@ _WINDOWS = 2
 class Trial:
     """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened.
 
-    `text` is what error feedback is calibrated on, as in `convert --calibrate`. `costs_s` are the seconds that finished
-    trials took to open a conversion and to run a window.
+    `text` is what error feedback is calibrated on, as in `convert --calibrate`; `bits` is the most per weight, if
+    limited. `costs_s` are the seconds that finished trials took to open a conversion and to run a window.
     """
 
     subject: Subject
@@ -79,6 +79,7 @@ class Trial:
     progress: Progress
     text: str = "demo"
     runtime: str | None = None
+    bits: float | None = None
     costs_s: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -122,10 +123,10 @@ def _next_to_try(waiting: Sequence[AdviceRow], last: AdviceRow | None, answer: A
     if answer is not None:
         return next((row for row in reversed(waiting) if _size(row) < _size(answer)), None)
     if last is None:
-        return next((r for r in waiting if r.noise is not None and r.noise <= _LITTLE_NOISE), (*waiting, None)[-1])
+        return next((r for r in waiting if r.noise is not None and r.noise <= _LITTLE_NOISE), [None, *waiting][-1])
     larger = [row for row in waiting if _size(row) > _size(last)]
     most = (last.noise or 0.0) / _LESS
-    return next((r for r in larger if r.noise is not None and r.noise <= most), (*larger, None)[-1])
+    return next((r for r in larger if r.noise is not None and r.noise <= most), [None, *larger][-1])
 
 
 def _ruled_out(waiting: Sequence[AdviceRow], row: AdviceRow, trial: Trial) -> list[AdviceRow]:
@@ -187,8 +188,11 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
             rounded = next((r.words for r in roundings_of(job).values()), None)
             noise = noise_of_sample(job, elements=_SAMPLE)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
+            weights = sum(t.info.num_elements for t in job.plan.tensors if t.action != "tie")
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
+    if trial.bits is not None and 8 * _size(row) > trial.bits * weights * _SAME_SIZE:
+        row = replace(row, status="pruned", why=f"more than {trial.bits:g} bits per weight")
     is_narrow = FORMATS[number_of(settings)].storage_bits <= 16 and "residual" not in settings  # opens in 16 bits
     return replace(row, **trial.forecasts["bf16" if is_narrow else "fp32"])
 

@@ -140,6 +140,7 @@ def _infer(
         subject=subject,
         text=options.data or "demo",
         runtime=options.runtime,
+        bits=options.bits,
         budget=options.budget,
         forecasts={kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")},
         progress=limit,
