@@ -250,7 +250,7 @@ def test_a_text_that_says_nothing_publishes_nothing(what: str, plain: Path, tmp_
     elif what == "tokenizer":
         model, said = tiny("llama", tmp_path / "bare"), "`bare`"
     elif what == "vit":
-        model, code, said = tiny("vit", tmp_path / "vit"), 4, "`pixel_values`"
+        model, code, said = tiny("vit", tmp_path / "vit"), 4, "`ViTForImageClassification`"
     else:
         model = source(tmp_path / "nan")
         state = load_file(model / "model.safetensors")
