@@ -35,6 +35,7 @@ from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, UsageError, problem_text
 from lpconv.formats.spec import FORMATS
+from lpconv.layers import is_same_name
 from lpconv.layouts.linears import format_groups, group_pattern
 from lpconv.layouts.reader import stored_shapes
 from lpconv.models.inputs import vocabulary_size
@@ -188,7 +189,7 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
             rounded = next((r.words for r in roundings_of(job).values()), None)
             noise = noise_of_sample(job, elements=_SAMPLE)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
-            weights = sum(t.info.num_elements for t in job.plan.tensors if t.action != "tie")
+            weights = job.plan.num_weights
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
     if trial.bits is not None and 8 * _size(row) > trial.bits * weights * _SAME_SIZE:
@@ -323,9 +324,8 @@ def base_for(subject: Subject, bits: float) -> Base:
     least = 0.0
     for settings, raised in _LADDERS:
         with job_of(subject, settings) as job:
-            stored = [t for t in job.plan.tensors if t.action != "tie"]
-            weights = sum(t.info.num_elements for t in stored)
-            widest = max(DTYPE_BITS[t.info.dtype] for t in stored)
+            weights = job.plan.num_weights
+            widest = max(DTYPE_BITS[t.info.dtype] for t in job.plan.tensors if t.action != "tie")
             spare = weights * bits / 8 - job.plan.bytes_out
             least = 8 * job.plan.bytes_out / weights
         if spare >= 0:
@@ -421,15 +421,10 @@ def _converted(records: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
     return {r.name: r for r in records if r.action == "convert"}
 
 
-def _parameters_of(names: Iterable[str], parameters: Iterable[str], experts: Mapping[str, str]) -> list[str]:
-    """The parameters that hold stored tensors: transformers adds or removes prefixes of names, and merges experts."""
-    ends, modules = [f".{n}" for n in names], {experts[n] for n in names if n in experts}
-
-    def holds(parameter: str) -> bool:
-        named = f".{parameter}"
-        return parameter.rpartition(".")[0] in modules or any(named.endswith(e) or e.endswith(named) for e in ends)
-
-    return [p for p in parameters if holds(p)]
+def _parameters_of(names: Sequence[str], parameters: Iterable[str], experts: Mapping[str, str]) -> list[str]:
+    """The parameters that hold stored tensors: transformers merges experts."""
+    modules = {experts[n] for n in names if n in experts}
+    return [p for p in parameters if p.rpartition(".")[0] in modules or any(is_same_name(p, n) for n in names)]
 
 
 def _part(records: Sequence[TensorRecord], divergence: float) -> LayerPart:

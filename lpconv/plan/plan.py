@@ -187,6 +187,11 @@ class Plan:
         return sum(f.size_bytes for f in self.files)
 
     @property
+    def num_weights(self) -> int:
+        """Numbers in all tensors, tied ones counted once."""
+        return sum(t.info.num_elements for t in self.tensors if t.action != "tie")
+
+    @property
     def num_calibrated(self) -> int:
         """Number of scales of inputs, keys and values that come from the calibration text."""
         return sum(t.form.has_input_scale for t in self.tensors) + len(self.cache_scales)
