@@ -422,7 +422,7 @@ def _converted(records: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
 
 
 def _parameters_of(names: Sequence[str], parameters: Iterable[str], experts: Mapping[str, str]) -> list[str]:
-    """The parameters that hold stored tensors: transformers merges experts."""
+    """The parameters that hold stored tensors, or into whose module transformers merges them as experts."""
     modules = {experts[n] for n in names if n in experts}
     return [p for p in parameters if p.rpartition(".")[0] in modules or any(is_same_name(p, n) for n in names)]
 

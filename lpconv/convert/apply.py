@@ -295,10 +295,9 @@ def noise_of_sample(job: Job, *, elements: int) -> float:
     (tested). Kept tensors have no noise. Raises InputError for values that the form cannot represent.
     """
     work, noise = Workspace(), 0.0
-    stored = [t for t in job.plan.tensors if t.action != "tie" and t.info.num_elements]
     alike: dict[object, list[PlannedTensor]] = {}
-    for t in stored:
-        if t.action == "convert":
+    for t in job.plan.tensors:
+        if t.action == "convert" and t.info.num_elements:
             alike.setdefault((t.info.shape, t.info.dtype, t.format), []).append(t)
     with SingleThreadedTorch():
         for group in alike.values():
@@ -307,7 +306,7 @@ def noise_of_sample(job: Job, *, elements: int) -> float:
             two = group[len(group) // 4 :: (len(group) + 1) // 2]
             of_group = statistics.fmean(_noise(job, t, rows, cols, work) for t in two)
             noise += len(group) * group[0].info.num_elements * of_group
-    return noise / max(sum(t.info.num_elements for t in stored), 1)
+    return noise / max(job.plan.num_weights, 1)
 
 
 def _noise(job: Job, t: PlannedTensor, rows: int, cols: int, work: Workspace) -> float:
