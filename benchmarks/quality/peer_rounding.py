@@ -2,8 +2,8 @@
 
     ENVIRONMENT/bin/python peer_rounding.py JOB.json
 
-The job names the package, its method, the element format ("int4", "nvfp4", "mxfp4" or "fp8") and group size, the
-source, the output, and a file of token ids for calibration. This file imports neither lpconv nor other benchmarks.
+The job names the package, its method, the element format ("int2" to "int6", "nvfp4", "mxfp4" or "fp8") and group size,
+the source, the output, and a file of token ids for calibration. This file imports neither lpconv nor other benchmarks.
 Settings are the package's defaults unless the method's name says otherwise. Embeddings and heads are not rounded.
 """
 
@@ -47,8 +47,8 @@ def llm_compressor(job: dict[str, Any]) -> None:
     model, tokenizer, ids = opened(job)
     method, _, observer = job["method"].partition(" ")
     scheme = preset_name_to_scheme(_PRESETS.get(job["element"], "W4A16"), ["Linear"])
-    if job["element"] == "int4":
-        scheme.weights.group_size = job["group"]
+    if job["element"].startswith("int"):
+        scheme.weights.group_size, scheme.weights.num_bits = job["group"], int(job["element"][3:])
     if observer:
         scheme.weights.observer = _NVFP4_OBSERVERS[observer] if job["element"] == "nvfp4" else observer
     settings = {"config_groups": {"group_0": scheme}, "ignore": left_out(model, job["group"])}
@@ -66,7 +66,7 @@ def auto_round(job: dict[str, Any]) -> None:
     from auto_round import AutoRound
 
     model, tokenizer, ids = opened(job)
-    scheme = {"int4": "W4A16", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}[job["element"]]
+    scheme = {"nvfp4": "NVFP4", "mxfp4": "MXFP4"}.get(job["element"], f"W{job['element'][3:]}A16")
     kept = left_out(model, job["group"])
     made = AutoRound(
         model, tokenizer, scheme=scheme, group_size=job["group"], act_bits=16, iters=int(job["method"]),

@@ -43,7 +43,7 @@ TOKENS, SEEDS, MODELS = 8192, (0, 1, 2), ("demo", "smollm2", "gemma3")
 _LARGE = 2**17  # vocabularies of this size are measured on half of the windows
 _INT4 = "--format int4 --layout compressed-tensors --granularity group"
 LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a package's element, group size
-    "int4 g32": (f"{_INT4}:32", "int4", 32),
+    **{f"int{n} g32": (f"{_INT4.replace('int4', f'int{n}')}:32", f"int{n}", 32) for n in range(2, 7)},
     "NVFP4": ("--scheme NVFP4A16 --scale pow2", "nvfp4", 16),
     "MXFP4": ("--scheme MXFP4A16", "mxfp4", 32),
     "int4 g128": (f"{_INT4}:128", "int4", 128),
