@@ -29,7 +29,8 @@ class LinearModules:
     names if these differ. `others` are modules of a subclass of `Linear`, which may use its weight without calling it,
     modules kept in fp32, or modules with experts. `tables` are the modules that look ids up. `experts` maps the weight
     of a single expert to the module that holds all of them in memory; `joined` are these and other stored tensors that
-    readers combine; `fused` are stored tensors that hold several experts. `family` is the `model_type` of a model.
+    readers combine; `fused` are stored tensors that hold several experts. `unpackable` are weights that transformers
+    needs under their own names. `family` is the `model_type` of a model.
     """
 
     plain: tuple[str, ...]
@@ -39,6 +40,7 @@ class LinearModules:
     experts: Mapping[str, str] = field(default_factory=dict)
     joined: frozenset[str] = frozenset()
     fused: frozenset[str] = frozenset()
+    unpackable: frozenset[str] = frozenset()
     family: str = ""
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
     operations = {n: (t.rpartition(".")[0], op) for t, sources in stored.items() for n, op in sources.items()}
     joined = {n for n, (_, op) in operations.items() if op not in (None, _ALONE) and n.endswith(".weight")}
     experts = {n: module for n, (module, op) in operations.items() if n in joined and op == _STACKED}
+    needed = _initialised_by_name(model, {*plain.values()})
     plain |= {n.removesuffix(".weight"): module for n, module in experts.items()}
     return LinearModules(
         plain=tuple(plain),
@@ -113,8 +115,30 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
         experts=experts,
         fused=frozenset(fused),
         joined=frozenset(joined),
+        unpackable=frozenset(f"{n}.weight" for n, module in plain.items() if module in needed),
         family=str(checkpoint.config.get("model_type")),
     )
+
+
+def _initialised_by_name(model: Any, names: Iterable[str]) -> set[str]:
+    """The modules of `names` whose `weight` the model's `_init_weights` uses without a check that it exists.
+
+    transformers 5.24 calls it for every module of a model that it opens, even if all weights are in the files. `model`
+    is on the meta device, and is incomplete afterwards.
+    """
+    modules = {name: model.get_submodule(name) for name in names}
+    weights = {module: module._parameters.pop("weight") for module in modules.values()}
+    for module in model.modules():
+        module._is_hf_initialized = False
+    with quiet_transformers(), suppress(Exception):  # other errors have nothing to do with packed weights
+        while True:
+            try:
+                model.initialize_weights()
+                break
+            except AttributeError as e:  # of the first such weight; the next call goes on from there
+                owner: Any = e.obj
+                owner._parameters["weight"] = weights.pop(owner)
+    return {name for name, module in modules.items() if module not in weights}
 
 
 def tied_names(checkpoint: Checkpoint, names: Iterable[str]) -> list[set[str]]:

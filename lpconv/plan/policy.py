@@ -34,6 +34,9 @@ _WIDE = {
         "bias": r"\w*bias",  # biases of experts, one row each
     }.items()
 }
+# Families without a Linear weight, and those of which transformers 5.24 cannot open one packed, except the head.
+CONV1D = ("gpt2", "imagegpt", "openai-gpt")
+UNPACKABLE = ("longt5", "modernbert", "modernbert-decoder", "mt5", "switch_transformers", "t5", "umt5")
 # 3-D tensors of all experts of a layer, by their names in transformers 5.24.
 _STACK = re.compile(
     r"\bexperts\.(gate_up_proj|(gate|up|down)_proj|fc[12]\.weight)$|\bmoe\.(gate|up|down)_proj\.weight$"
@@ -68,11 +71,14 @@ def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules |
     refused = None if fmt is None else kind.refusal(shape, fmt, settings)
     if fmt is None or refused is not None:
         return Kept.unchanged(info), refused or reason
-    return kind.of(info.name, shape, fmt, settings), reason
+    form = kind.of(info.name, shape, fmt, settings)
+    if linears is not None and info.name in linears.unpackable and info.name not in {c.name for c in form.data}:
+        return Kept.unchanged(info), "transformers cannot open it packed"
+    return form, reason
 
 
 def check_family(config: Mapping[str, Any], options: FilledOptions) -> None:
-    """Raise UnsupportedError for a model that transformers cannot open in the layout, even if its experts are kept.
+    """Raise UnsupportedError for a model of which the layout converts nothing, or that transformers cannot open in it.
 
     For compressed-tensors, transformers 5.24 builds the experts of Llama 4 one by one, but saves them in one tensor
     (`quantizers/base.py`, SequentialLlama4TextExperts).
@@ -84,6 +90,17 @@ def check_family(config: Mapping[str, Any], options: FilledOptions) -> None:
             "a tensor of its own",
             hint="use --layout transformers with --exclude '*.experts.*', or --layout lpconv",
         )
+    number = FORMATS[options.format]
+    is_packed = number.storage_bits < 8 or (number.twos_complement and options.inputs is None)
+    if family in CONV1D:
+        why, other = f"a {family} model has no Linear weights, which {options.layout} requires", ""
+    elif family in UNPACKABLE and options.layout == COMPRESSED_TENSORS and is_packed:
+        why, other = f"transformers cannot open packed weights of a {family} model", "--scheme FP8_DYNAMIC, or "
+    else:
+        return
+    if not options.rules:  # they may name the head
+        hint = f"use {other}--layout lpconv without --scheme"
+        raise UnsupportedError(f"no tensor would be converted: {why}", hint=hint)
 
 
 def check_stacks(infos: Mapping[str, TensorInfo], options: FilledOptions, fused: Collection[str] | None = None) -> None:

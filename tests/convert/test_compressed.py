@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -25,7 +26,10 @@ from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import judge_scales
 from lpconv.layouts.compressed_tensors import Compressed, CompressedTiles
 from lpconv.layouts.reader import StoredTensors
+from lpconv.models.empty import linear_modules
 from lpconv.plan.options import ConvertOptions, FormatRule, matches
+from lpconv.plan.policy import CONV1D, UNPACKABLE
+from lpconv.storage.checkpoint import Checkpoint
 from tests.helpers.elsewhere import opens_elsewhere
 from tests.helpers.models import minilm, tiny, tiny_model
 
@@ -208,12 +212,29 @@ def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() <= 2.0**-8 * wanted.abs().max()
 
 
-def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
-    """GPT-2's matrices belong to `Conv1D`: codes in them would be read as numbers."""
-    options = ConvertOptions(scheme="W4A16", verify="none")
-    with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors.*\(10\)") as raised:
-        plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
-    assert "--granularity" not in str(raised.value.hint)  # no group makes them Linear weights
+@pytest.mark.parametrize("family", [*CONV1D, *UNPACKABLE])
+def test_what_would_convert_nothing_is_refused(family: str, tmp_path: Path) -> None:
+    """Codes in GPT-2's `Conv1D` would be read as numbers. `Linear` weights of others are needed by transformers."""
+    source = tiny("gpt2", tmp_path / family)
+    config = transformers.AutoConfig.for_model(family).to_dict()
+    cls = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES[family]
+    (source / "config.json").write_text(json.dumps({**config, "architectures": [cls]}))
+    with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors|packed"):
+        plan(str(source), tmp_path / "out", ConvertOptions(scheme="W4A16"))
+    modules = linear_modules(Checkpoint.open(source), ())
+    assert modules.weights == modules.unpackable
+
+
+def test_transformers_opens_the_packed_weights_that_it_does_not_need(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    settings = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**settings)).save_pretrained(source)
+    out = compressed(source, tmp_path / "out", format="int4", granularity="group:64")
+    coded = {n.rpartition(".")[0] for n in load_file(out / "model.safetensors") if n.endswith("_packed")}
+    assert coded == {f"transformer.h.0.{name}" for name in ("attn.c_attn", "mlp.c_fc")}
+    (opened,) = opens_elsewhere(out)
+    with StoredTensors.open(out) as stored:
+        assert all(torch.equal(opened.weights[n], stored.tensor(n)) for n in stored.forms)
 
 
 def test_a_config_that_builds_no_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
