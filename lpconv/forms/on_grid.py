@@ -229,9 +229,10 @@ def _some_row_is_whole(unit: "np.ndarray[tuple[int, int], np.dtype[np.float64]]"
 
 def first_look(x: Tensor, rule: OnGrid | None) -> tuple[bool, str | None]:
     """Whether the first block of a weight may be on the grid of `rule`, and the format on whose grid it seems to be."""
-    if not _may_be_codes(x[: min(_FEW, rule.cols or _FEW)] if rule else x[:_FEW]):
+    cols = rule.cols if rule else None
+    if not _may_be_codes(x[: min(_FEW, cols or _FEW)]):
         return False, None
-    return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x)
+    return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x, cols)
 
 
 def _may_be_codes(sample: Tensor) -> bool:
@@ -247,12 +248,20 @@ def _may_be_codes(sample: Tensor) -> bool:
     return _some_row_is_whole(np.frexp(value[1:] / value[0] * _INTEGERS)[0] * len(_INTEGERS) * 2, sample.dtype)
 
 
-def _grid_of(x: Tensor) -> str | None:
-    """The format on whose grid the first numbers of a weight (1-D) seem to be, for any scale; None if there is none."""
-    sample = x[:_FEW]
-    if len(sample) < _FEW or not sample.count_nonzero():
-        return None
-    num = len(set(sample.abs().tolist()))
-    names = [n for n in _COMMON if num <= 2 ** (FORMATS[n].storage_bits - 1) + 1]
-    names = [n for n in names if n != "int8" or x.dtype == torch.float32]  # 16 bits are about as coarse
-    return next((n for n in names if OnGrid(format=FORMATS[n], has_pow2_scale=False).fits(sample)), None)
+def _grid_of(x: Tensor, cols: int | None) -> str | None:
+    """The format on whose grid a block (1-D) seems to be, for any scales; None if there is none.
+
+    It is tested in several places, since some trained 16-bit weights begin with a few multiples of one number.
+    """
+    step = cols if cols and cols % _FEW else _FEW  # so that a sample does not span rows
+    runs = x[: len(x) // step * step].view(-1, step)[:, :_FEW]
+    samples = [run for run in runs[:: max(1, len(runs) // 4)] if len(run) == _FEW and run.count_nonzero()]
+    names = [n for n in _COMMON if n != "int8" or x.dtype == torch.float32]  # 16 bits are about as coarse
+    return next((n for n in names if samples and all(_is_of(n, run) for run in samples)), None)
+
+
+def _is_of(name: str, sample: Tensor) -> bool:
+    """Whether some numbers may be codes of a format times one scale."""
+    fmt = FORMATS[name]
+    is_few = len(set(sample.abs().tolist())) <= 2 ** (fmt.storage_bits - 1) + 1
+    return is_few and OnGrid(format=fmt, has_pow2_scale=False).fits(sample)
