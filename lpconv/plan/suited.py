@@ -19,12 +19,21 @@ def suited_options(options: ConvertOptions, checkpoint: Checkpoint) -> tuple[Fil
     """The filled options for a checkpoint, and notes for the user on what was decided from its headers.
 
     Without options that say what to write, a checkpoint in 16 bits gets e4m3fn with a scale per row, since fp16 would
-    not make it smaller. Integers without a granularity get the largest usual group that divides every matrix.
+    not make it smaller, and a quantised one gets fp16 and a note. Integers without a granularity get the largest usual
+    group that divides every matrix.
     """
     filled = fill_options(options)
     given = {name for name in _WHAT if getattr(options, name) is not None}
     has_open_groups = filled.granularity.startswith("group:") and not given & {"scheme", "granularity"}
-    if (given and not has_open_groups) or is_coded(checkpoint):
+    if is_coded(checkpoint):
+        held = checkpoint.config.get("quantization_config", {})
+        is_larger = not given and held and held.get("format") != filled.format
+        note = (
+            f"the source is quantised ({held.get('quant_method')}), and without options it gets {filled.format}, which "
+            "is usually larger; --format e4m3fn or --scheme W4A16 keep it small"
+        )
+        return filled, (note,) if is_larger else ()
+    if given and not has_open_groups:
         return filled, ()
     with closing(open_source(checkpoint)) as source:
         infos = [entry.info for entry in source.entries.values()]

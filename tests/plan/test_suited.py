@@ -33,6 +33,8 @@ def test_a_copy_without_options_is_smaller(
     written, stored = (tmp_path / "out" / "model.safetensors").stat().st_size, file.stat().st_size
     assert (written < 0.9 * stored) == (options.method is None)
     assert any("e4m3fn" in warning for warning in planned.warnings) == (format == "e4m3fn")
+    again = plan(str(tmp_path / "out"), tmp_path / "again", ConvertOptions())
+    assert any("quantised" in warning for warning in again.warnings) == (format == "e4m3fn")
 
 
 @pytest.mark.parametrize(
