@@ -55,12 +55,17 @@ def load(
     open_model = load_with_missing if not resident else load_resident
     with torch.inference_mode(False):  # transformers' threads never use that mode, and both kinds of tensors do not mix
         model, missing = open_model(path, dtype=dtype, model_class=model_class, **kwargs)
-    if missing and model_class is None and not allow_missing:
+    if model_class is None and not allow_missing:
+        _check_missing(model, missing)
+    return model
+
+
+def _check_missing(model: Any, missing: tuple[str, ...]) -> None:
+    if missing:
         raise InputError(
             f"the files lack {plural(len(missing), 'weight')} of `{type(model).__name__}`: {code_list(missing)}",
             hint="download them again, or pass allow_missing=True to fill them with random numbers",
         )
-    return model
 
 
 def load_with_missing(
@@ -102,20 +107,40 @@ def load_resident(
 
 
 @contextmanager
-def open_in_files(path: Openable, *, rounds_inputs: bool = False) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def open_in_files(
+    path: Openable, *, model_class: Any = None, rounds_inputs: bool = False, **kwargs: Any
+) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Open the model in fp32 with its matrices left in the files; also returns the names of missing parameters.
 
-    With `rounds_inputs`, inputs of its linear layers are rounded as the readers of the checkpoint round them.
+    With `rounds_inputs`, inputs of its linear layers are rounded as the readers of the checkpoint round them. Further
+    arguments are those of `load`.
 
     A layer uses the memory of a few of its rows while it multiplies by them, and every pass reads the files again. The
     model runs inside the context only.
     """
     with StoredTensors.open(path) as stored, quiet_transformers():
-        cls = architecture(stored.checkpoint.config)
-        how: dict[str, Any] = {"experts_implementation": "eager", "rounds_inputs": rounds_inputs}
+        cls = model_class or architecture(stored.checkpoint.config, trusted=_code_directory(stored.checkpoint, kwargs))
+        how: dict[str, Any] = {"experts_implementation": "eager", "rounds_inputs": rounds_inputs, **kwargs}
         model, missing = load_from_files(stored, model_class=cls, **how)
         model.config.use_cache = False  # no key-value cache: nothing is generated
         yield model, missing
+
+
+@contextmanager
+def open_as_served(path: Openable, *, in_files: bool = False, model_class: Any = None, **kwargs: Any) -> Iterator[Any]:
+    """Open the model in fp32 with the inputs of its layers rounded as the readers of the checkpoint round them.
+
+    Arguments and errors are those of `load`. A model with rounded inputs, or with `in_files`, is `open_in_files`.
+    """
+    with StoredTensors.open(path) as stored:
+        rounds_inputs = any(stored.inputs_of(name) is not None for name in stored.forms)
+    if not (in_files or rounds_inputs):
+        yield load(path, dtype=torch.float32, model_class=model_class, **kwargs)
+        return
+    with open_in_files(path, model_class=model_class, rounds_inputs=True, **kwargs) as (model, missing):
+        if model_class is None:
+            _check_missing(model, missing)
+        yield model
 
 
 def load_rows(

@@ -146,13 +146,18 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
         ("Largest difference", error_text(logits.max_abs_diff), "of one output"),
     )
     table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
-    inputs = ", ".join(filter(None, (logits.model_class, logits.inputs, _rounding_words(logits))))
-    return section("What both models say", inputs if logits.is_text else f"{inputs}: {_NO_TEXT}", table)
+    return section("What both models say", _inputs_words(logits, is_exact=False), table)
 
 
-def _rounding_words(logits: LogitsCheck) -> str:
-    """How inputs were rounded, empty if they were not."""
-    return f"inputs rounded to {logits.rounded_inputs}, as vLLM does" if logits.rounded_inputs else ""
+def _inputs_words(logits: LogitsCheck, *, is_exact: bool) -> str:
+    """The class of the models, their inputs, and how inputs of layers were rounded."""
+    no_text = "" if logits.is_text or is_exact else _NO_TEXT
+    return ", ".join(filter(None, (logits.model_class, logits.inputs, no_text, _rounding_words(logits))))
+
+
+def _rounding_words(check: LogitsCheck | TaskCheck) -> str:
+    """How inputs of layers were rounded, empty if they were not."""
+    return f"inputs of layers rounded to {check.rounded_inputs}, as in vLLM" if check.rounded_inputs else ""
 
 
 def _worst_table(tensors: Sequence[ComparedTensor]) -> Table:
@@ -347,8 +352,7 @@ def _is_exact(v: VerifyResult) -> bool:
 def _logits_words(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.skipped:
         return check.skipped
-    note = _rounding_words(check) if check.is_text or is_exact else _NO_TEXT
-    inputs = ", ".join(filter(None, (check.model_class, check.inputs, note)))
+    inputs = _inputs_words(check, is_exact=is_exact)
     return _outputs_text(check, is_exact=is_exact) + (f" ({inputs})" if inputs else "")
 
 
@@ -408,7 +412,8 @@ def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
         "question."
     )
     rows = tuple(_row(c)[: len(columns)] for c in checks)
-    return section("Answers to tasks", Table(columns=columns, rows=rows), about) if checks else None
+    rounded = next((f"This model ran with {w}." for w in map(_rounding_words, checks) if w), "")
+    return section("Answers to tasks", Table(columns=columns, rows=rows), about, rounded) if checks else None
 
 
 def _row(check: TaskCheck) -> tuple[str, ...]:

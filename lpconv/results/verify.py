@@ -92,7 +92,7 @@ class LogitsCheck:
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite in the source, and are infinite or
     NaN if the result's are; `top1_agreement` is the share of positions with the same top output; `mean_kl` is KL(source
     ‖ result) in nats per position. On a text, `reverse_kl` is KL(result ‖ source), and the perplexities are of the next
-    token, None if the model does not predict it. There, inputs of the result's layers are rounded as its readers do:
+    token, None if the model does not predict it. Inputs of the result's layers are rounded as its readers do:
     `rounded_inputs` says to what, such as "e4m3fn per token", None if they are not rounded.
     """
 
@@ -123,7 +123,7 @@ class TaskCheck:
 
     `drop` is how much worse the result answers than the source, as a mean of paired differences; None if the score is
     not a mean over questions. For metrics that are 0 or 1, `num_lost` questions are right only in the source, and
-    `num_won` only in the result.
+    `num_won` only in the result. `rounded_inputs` is that of `LogitsCheck`.
     """
 
     task: str
@@ -134,6 +134,7 @@ class TaskCheck:
     drop: GapEstimate | None = None
     num_lost: int | None = None
     num_won: int | None = None
+    rounded_inputs: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

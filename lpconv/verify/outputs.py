@@ -34,7 +34,7 @@ from lpconv.machine import available_memory
 from lpconv.models.coded import CodedTensor, watched_products
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, vocabulary_size
-from lpconv.models.load import load, open_in_files
+from lpconv.models.load import open_as_served, open_in_files
 from lpconv.models.opening import model_errors, open_to_run, read_text_config, transformers_config
 from lpconv.models.tasks import CLM, architecture, resolve_auto_class, task_of
 from lpconv.models.tokenizer import read_tokenizer, tokenize, windows_of
@@ -71,39 +71,45 @@ def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
 
 
 def check_logits(source: Openable, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
-    """Compare the outputs of both models in fp32 on the CPU.
+    """Compare the outputs of both models in fp32 on the CPU, the result's as it is served.
 
     Raises UnsupportedError if no inputs can be made for the model.
 
     With `in_files` the matrices are read from their files as needed, so memory holds only activations.
     """
     source = Checkpoint.open(source)
-    if in_files:
-        return _check_in_files(source, output)
     # Both directories are local; the flag decides whether their own Python files may run.
     options = {"trust_remote_code": trust_remote_code}
     with quiet_transformers():
-        opened = open_to_run(source, **options)
-        _check_whole(opened.missing)
-        model = opened.model
-        inputs, cls = verification_inputs(model, source.directory), type(model)
-        wanted = outputs_of(model, inputs.tensors)
-        del model, opened
-        with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
-            converted = load(output, dtype=torch.float32, model_class=cls, **options)
-            converted.config.use_cache = False  # like the source's, because some models cannot run with a cache
-            got = outputs_of(converted, inputs.tensors)
-    return compare_outputs(wanted, got, cls.__name__, inputs.words, is_text=inputs.is_text)
+        with _open_source(source, in_files=in_files, **options) as (model, missing):
+            check_whole(missing, hint="use --verify weights")
+            inputs, cls = verification_inputs(model, source.directory), type(model)
+            wanted = outputs_of(model, inputs.tensors)
+        del model
+        with (
+            model_errors(_UNLIKE, hint=_REPORT, error=VerificationError),
+            open_as_served(output, in_files=in_files, model_class=cls, **options) as model,
+        ):
+            model.config.use_cache = False  # like the source's, because some models cannot run with a cache
+            got, rounded = outputs_of(model, inputs.tensors), rounding_words(model)
+    check = compare_outputs(wanted, got, cls.__name__, inputs.words, is_text=inputs.is_text)
+    return replace(check, rounded_inputs=rounded)
 
 
-def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
-    with open_in_files(source) as (model, missing):
-        _check_whole(missing)
-        inputs, cls = verification_inputs(model, source.directory), type(model)
-        wanted = outputs_of(model, inputs.tensors)
-    with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
-        got = outputs_of(model, inputs.tensors)
-    return compare_outputs(wanted, got, cls.__name__, inputs.words, is_text=inputs.is_text)
+@contextmanager
+def _open_source(source: Checkpoint, *, in_files: bool, **options: bool) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    if in_files:
+        with open_in_files(source, **options) as opened:
+            yield opened
+    else:
+        whole = open_to_run(source, **options)
+        yield whole.model, whole.missing
+
+
+def rounding_words(model: Any) -> str | None:
+    """To what the inputs of a model's layers are rounded, in words; None if they are not."""
+    rounded = {p.inputs.words for p in model.parameters() if isinstance(p, CodedTensor) and p.inputs}
+    return " or ".join(sorted(rounded)) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +140,11 @@ def verification_inputs(model: Any, directory: Path) -> VerificationInputs:
     return VerificationInputs(tensors=inputs, words=f"{shapes} of the included text", is_text=True)
 
 
-def _check_whole(missing: Sequence[str]) -> None:
+def check_whole(missing: Sequence[str], *, hint: str) -> None:
     """Raise UnsupportedError if weights are missing, because outputs of random weights cannot be compared."""
     if missing:
         raise UnsupportedError(
-            f"the source lacks the weights {code_list(missing)}, so its outputs would be random",
-            hint="use --verify weights",
+            f"the checkpoint lacks the weights {code_list(missing)}, so its outputs would be random", hint=hint
         )
 
 
@@ -262,8 +267,7 @@ def compare_on_text(
         if not math.isfinite(total.signal) or total.signal == 0:
             raise InputError("the source's outputs on the text are not finite or all zero", hint=_HINT)
         check = _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
-        rounded = {p.inputs.words for p in converted.parameters() if isinstance(p, CodedTensor) and p.inputs}
-        return replace(check, rounded_inputs=" or ".join(sorted(rounded)) or None), layers.sqnrs_db
+        return replace(check, rounded_inputs=rounding_words(converted)), layers.sqnrs_db
 
 
 class _Layers:
@@ -334,9 +338,10 @@ def _exp(x: float) -> float:
 @contextmanager
 def _open_model(checkpoint: Checkpoint, *, rounds_inputs: bool = False) -> Iterator[Any]:
     with open_in_files(checkpoint, rounds_inputs=rounds_inputs) as (model, missing):
-        if missing or model.base_model is model:
-            what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` has no head"
-            raise UnsupportedError(f"{what}, so there are no per-token outputs to compare", hint=_HINT)
+        check_whole(missing, hint=_HINT)
+        if model.base_model is model:
+            name = type(model).__name__
+            raise UnsupportedError(f"`{name}` has no head, so there are no per-token outputs to compare", hint=_HINT)
         yield model
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from lpconv.data.texts import check_reads_text, check_seq_len, check_text, check_tokenizer, num_positions
 from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
+from lpconv.layouts.modelopt import MODELOPT
 from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.machine import usable_cores
 from lpconv.options import check, with_keywords
@@ -23,6 +24,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain, read_json
+from lpconv.storage.header import quantization_method
 from lpconv.storage.place import read_small, sha256_of
 from lpconv.storage.resolve import directory_of
 from lpconv.storage.source import open_source
@@ -72,7 +74,12 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         assert options.against is not None
         answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
         result = dataclasses.replace(result, tasks=answers)
-    return with_gates(result, gates) if options.data is not None or options.tasks else result
+    if options.data is None and not options.tasks:
+        return result
+    if quantization_method(Checkpoint.open(directory).config) == MODELOPT.name:
+        warning = "inputs were not rounded, although readers of ModelOpt's checkpoints may round them"
+        result = dataclasses.replace(result, warnings=(*result.warnings, warning))
+    return with_gates(result, gates)
 
 
 def with_source(directory: Path, options: VerifyOptions) -> VerifyOptions:

@@ -11,6 +11,7 @@ import numbers
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,35 +96,28 @@ def compare_on_tasks(
 ) -> tuple[TaskCheck, ...]:
     """Let the models of two checkpoints answer the tasks, in fp32, and compare their answers.
 
+    Inputs of the layers of `model`, but not of `reference`, are rounded as the readers of the checkpoint round them.
     The tokenizer is the reference's, if it has one. Raises UnsupportedError for models that generate no text,
     ResourceError if memory cannot hold a model.
     """
-    from lpconv.models.opening import model_errors
-    from lpconv.models.tokenizer import tokenizer_of
-
-    checkpoints = Checkpoint.open(reference), Checkpoint.open(model)
-    tokenizer = tokenizer_of(checkpoints)
-    with model_errors("lm-eval fails on the tasks", hint=_HINT):
-        source, result = (
-            _answer_tasks(_open_model(c, progress), tokenizer, tasks, limit=limit, progress=progress)
-            for c in checkpoints
-        )
-    return tuple(compare_answers(source, result))
-
-
-def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
     import torch
 
-    from lpconv.models.load import load
-    from lpconv.verify.outputs import check_model
+    from lpconv.models.load import load, open_as_served
+    from lpconv.models.opening import model_errors
+    from lpconv.models.tokenizer import tokenizer_of
+    from lpconv.verify.outputs import check_model, rounding_words
 
-    check_model(checkpoint)
-    progress.start(f"opening {checkpoint.origin.name}", 0)
-    with quiet_transformers():
-        model = load(checkpoint, dtype=torch.float32)
-    if not model.can_generate():
-        raise UnsupportedError(f"`{type(model).__name__}` generates no text, so it has no answers", hint=_HINT)
-    return model
+    source, ours = Checkpoint.open(reference), Checkpoint.open(model)
+    ask = partial(_answer_tasks, tokenizer=tokenizer_of((source, ours)), tasks=tasks, limit=limit, progress=progress)
+    with model_errors("lm-eval fails on the tasks", hint=_HINT), quiet_transformers():
+        for checkpoint in (source, ours):
+            check_model(checkpoint)
+        progress.start(f"opening {source.origin.name}", 0)
+        answers = ask(load(source, dtype=torch.float32))
+        progress.start(f"opening {ours.origin.name}", 0)
+        with open_as_served(ours) as opened:
+            checks = tuple(compare_answers(answers, ask(opened)))
+            return tuple(replace(c, rounded_inputs=rounding_words(opened)) for c in checks)
 
 
 def _answer_tasks(
@@ -133,6 +127,8 @@ def _answer_tasks(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
+    if not model.can_generate():
+        raise UnsupportedError(f"`{type(model).__name__}` generates no text, so it has no answers", hint=_HINT)
     with _quiet():
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=_BATCH_SIZE)
         for task in tasks.values():

@@ -154,7 +154,7 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
         return ()
     if logits.problem:
         return (logits.problem,)
-    is_exact = all(t.max_rel_error == 0 for t in tensors if t.action == "convert")
+    is_exact = not logits.rounded_inputs and all(t.max_rel_error == 0 for t in tensors if t.action == "convert")
     if logits.bit_equal is False and is_exact and logits.rel_error is not None and logits.rel_error > _OTHER_ORDER:
         return (f"the weights are exact, but outputs differ by {logits.max_abs_diff:g}",)
     return ()

@@ -113,7 +113,7 @@ def test_an_output_that_does_not_open_is_not_published(tmp_path: Path, monkeypat
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("size mismatch for experts")
 
-    monkeypatch.setattr("lpconv.verify.outputs.load", refuse)
+    monkeypatch.setattr("lpconv.verify.outputs.open_as_served", refuse)
     with pytest.raises(VerificationError, match=r"RuntimeError: .*experts"):
         convert(str(tiny("llama", tmp_path / "source")), tmp_path / "out", ConvertOptions())
     assert not published(tmp_path / "out")

@@ -5,17 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.subject import open_converted, open_subject
 from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.load import open_in_files
 from lpconv.models.rounded_inputs import InputRounding
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.verify.outputs import verification_inputs
 from tests.helpers.elsewhere import opens_elsewhere
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -80,3 +83,29 @@ def test_a_model_runs_as_in_the_package(tmp_path: Path) -> None:
     assert asked[0]["dynamic"] == "local"
     wanted = load_file(tmp_path / "NVFP4/model.safetensors")[weight.replace("weight", "input_global_scale")]
     assert torch.equal(asked[1], wanted)
+
+
+def test_the_check_of_a_conversion_runs_the_model_as_it_is_served(tmp_path: Path) -> None:
+    """Against plain torch: stored codes times scales, and inputs rounded to int8 with a scale for each token."""
+    check = convert("demo", tmp_path / "out", ConvertOptions(scheme="W8A8", verify="logits")).verify.logits
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.float32)
+    inputs, stored = (
+        verification_inputs(model, demo_checkpoint()).tensors,
+        load_file(tmp_path / "out/model.safetensors"),
+    )
+
+    def rounded(_: torch.nn.Module, x: tuple[torch.Tensor]) -> torch.Tensor:
+        scale = x[0].abs().amax(-1, keepdim=True) / 127
+        return (x[0] / scale).round() * scale
+
+    with torch.no_grad():
+        logits = [model(**inputs).logits]
+        for name, module in model.named_modules():
+            if f"{name}.weight_scale" in stored:
+                module.weight.copy_(stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"])
+                module.register_forward_pre_hook(rounded)
+        logits.append(model(**inputs).logits)
+    error = (logits[0] - logits[1]).norm() / logits[0].norm()
+    assert check is not None
+    assert check.rel_error == pytest.approx(float(error), rel=0.01)  # 0.004 without rounded inputs, 0.010 with them
+    assert check.rounded_inputs is not None
