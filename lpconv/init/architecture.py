@@ -21,6 +21,9 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "nu
           "decoder_attention_heads")  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
            "decoder_layers")  # fmt: skip
+_UNDIVIDED = ("longt5", "mt5", "switch_transformers", "t5", "umt5")  # their attention lacks the factor 1/√d
+_LARGEST_D_KV = 15  # with it, their scores have the size √(15 + 1) = 4, `LARGEST_SCORE` of native unit scaling
+PLAIN = "draw it with `lpconv init --method plain`, and train with a recipe such as unit-fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ def find_architecture(model: str, options: InitOptions) -> Architecture:
     """Find the architecture that `model` names.
 
     Raises UsageError for a checkpoint with weights unless `reinit` is set and for a width that the heads do not divide,
-    and the errors of `Checkpoint.open`.
+    UnsupportedError for T5 with native unit scaling, and the errors of `Checkpoint.open`.
     """
     place = _place(model, options)
     if isinstance(place, str):
@@ -48,6 +51,10 @@ def find_architecture(model: str, options: InitOptions) -> Architecture:
         return Architecture(name=model, place=place, settings=None)
     settings = plain_config(place) if isinstance(place, Checkpoint) else read_json(place)
     check_config(settings, place.directory if isinstance(place, Checkpoint) else place)
+    family, size = settings.get("model_type"), settings.get("d_kv", 64)
+    if options.method == "native" and family in _UNDIVIDED and isinstance(size, int) and size > _LARGEST_D_KV:
+        message = f"method native needs attention with the factor 1/√d, which {family} lacks: it would start one-hot"
+        raise UnsupportedError(message, hint=PLAIN)
     return Architecture(
         name=model, place=place, settings=resize_config(settings, width=options.width, layers=options.layers)
     )

@@ -13,7 +13,7 @@ import torch
 
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, ResourceError, UnsupportedError
-from lpconv.init.architecture import Architecture, resize_config
+from lpconv.init.architecture import PLAIN, Architecture, resize_config
 from lpconv.init.options import InitOptions
 from lpconv.models.empty import check_memory
 from lpconv.models.inputs import example_inputs, vocabulary_size
@@ -40,7 +40,6 @@ _COPIES = 4  # copies in memory: weights, their data under native scaling, gradi
 # Entries of a config that describe the weights it was stored with.
 _NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}
 _HINT = "lpconv builds the models that the installed transformers knows"
-_PLAIN = "draw it with `lpconv init --method plain`, and train with a recipe such as unit-fp8"
 _FEWEST = 0.8  # fraction of well-scaled tensors below which init warns
 
 
@@ -94,7 +93,10 @@ def _draw_model(blueprint: Blueprint, options: InitOptions) -> Any:
         torch.manual_seed(options.seed)
         model = blueprint.model_class(blueprint.config)
         if options.method == "native":
-            initialise(model, seed=options.seed)
+            try:
+                initialise(model, seed=options.seed)
+            except UnsupportedError as e:
+                raise UnsupportedError(e.message, hint=PLAIN) from e
     return model
 
 
@@ -124,9 +126,9 @@ def _unit_shares(model: Any) -> dict[str, float]:
         with quiet_transformers(), model_errors("the model fails when it runs", hint=_HINT):
             sizes = data_sizes(model, step)
     except UnsupportedError as e:
-        raise UnsupportedError(e.message, hint=_PLAIN) from e
+        raise UnsupportedError(e.message, hint=PLAIN) from e
     if not all(math.isfinite(size) for values in sizes.values() for size in values):
-        raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=_PLAIN)
+        raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=PLAIN)
     return {what: sum(0.5 <= s <= 2 for s in values) / max(1, len(values)) for what, values in sizes.items()}
 
 

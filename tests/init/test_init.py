@@ -136,13 +136,22 @@ def test_shares_of_unit_size_are_reported_and_few_are_a_warning(tmp_path: Path) 
     assert "[1/2, 2]" in json.loads(done.stdout)["warnings"][0]
 
 
-def test_an_op_without_a_rule_is_named_before_anything_is_published(tmp_path: Path) -> None:
-    config = hf.FNetConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=64,
-                           max_position_embeddings=32, architectures=["FNetForMaskedLM"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (hf.FNetConfig(intermediate_size=64, architectures=["FNetForMaskedLM"]), "FourierTransform)"),
+        (hf.MambaConfig(architectures=["MambaForCausalLM"]), "A_log"),
+        (hf.T5Config(d_kv=16, num_layers=1, architectures=["T5ForConditionalGeneration"]), "1/√d"),
+    ],
+)
+def test_what_has_no_rule_is_named_before_anything_is_published(
+    config: hf.PreTrainedConfig, named: str, tmp_path: Path
+) -> None:
+    config.update({"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1})
     config.save_pretrained(tmp_path)
     code, said = refused("init", tmp_path / "config.json", "-q", "-o", tmp_path / "out")
     assert code == 4
-    assert "FourierTransform)" in said
+    assert named in said
     assert "--method plain" in said
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
