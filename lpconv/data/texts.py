@@ -17,7 +17,8 @@ from lpconv.errors import InputError, UnsupportedError, UsageError, first_line
 
 TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
 CHAT_COLUMNS = ("messages", "conversations")
-QUICK_BYTES = 64 * 2**20  # takes about a second to read
+QUICK_BYTES = 2**24  # takes a quarter of a second to read
+_START_BYTES = 2**23  # of a larger file of JSON lines, to find its columns; `datasets` infers them from 10 MB
 _VISIBLE = re.compile(r"\S")
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
@@ -68,9 +69,9 @@ def check_text(
     if file_kind(path) == "text" or not path.is_file() or not path.stat().st_size:
         check_length([read_text(path, _LOOKED_AT)], path, directory, config, wanted, parts=parts)
         return
-    rows = quick_rows(path)
-    texts = [] if rows is None else check_rows(rows, text_column(path, columns_of(rows)), path, directory)
-    if texts:
+    rows, columns = quick_rows(path)
+    column = text_column(path, columns) if columns else ""
+    if rows and (texts := check_rows(rows, column, path, directory)):
         check_length(texts, path, directory, config, wanted, parts=parts)
 
 
@@ -193,21 +194,40 @@ def columns_of(rows: Rows) -> Sequence[str]:
     return tuple(dict.fromkeys(key for row in rows for key in row if key is not None))
 
 
-def quick_rows(path: Path) -> Rows | None:
-    """The rows of a file by column; None if only `datasets` can read them, whose import takes seconds.
+def quick_rows(path: Path) -> tuple[Rows | None, Sequence[str]]:
+    """The rows of a file by column, and the columns; None or empty if only `datasets` can tell, which takes seconds.
 
-    Raises InputError for a file without rows, and for lines that are not JSON.
+    Columns of Parquet and of large files are read from the schema, the header or the first lines. Raises InputError for
+    a file without rows, and for lines that are not JSON.
     """
-    suffix, rows = path.suffix.lower(), None
-    with contextlib.suppress(OSError, ValueError, TypeError, csv.Error):
-        if path.stat().st_size < QUICK_BYTES and suffix in (".csv", ".tsv"):
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = [*csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",")]
-        elif path.stat().st_size < QUICK_BYTES and suffix == ".jsonl":
+    kind, rows, columns = file_kind(path), None, list[str]()
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with contextlib.suppress(ImportError, OSError, ValueError, TypeError, csv.Error):
+        is_small = path.stat().st_size < QUICK_BYTES
+        if kind == "parquet":
+            from pyarrow.parquet import read_schema  # fast to import, unlike datasets
+
+            try:
+                columns = read_schema(path).names
+            except ValueError as e:
+                raise _unreadable(path, kind, first_line(e)) from e
+        elif kind == "json" and is_small:
             rows = [*map(dict, _json_rows(path))]
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                if kind == "json":
+                    columns = [*columns_of([*map(dict, map(json.loads, file.readlines(_START_BYTES)))])]
+                elif is_small:
+                    rows = [*csv.DictReader(file, delimiter=delimiter)]
+                else:
+                    columns = next(csv.reader(file, delimiter=delimiter))
     if rows == []:
         raise InputError(f"`{path}` has no rows", hint="pass a file with rows in it")
-    return rows
+    return rows, columns_of(rows) if rows else columns
+
+
+def _unreadable(path: Path, kind: str, why: str) -> InputError:
+    return InputError(f"`{path}` cannot be read as {kind}: {why}", hint="check that its suffix matches its contents")
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
@@ -218,10 +238,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
         try:
             value, end = decode(text, found.start())
         except json.JSONDecodeError as e:
-            raise InputError(
-                f"`{path}` cannot be read as json: {e.msg.removesuffix(' at')} in line {e.lineno}",
-                hint="check that its suffix matches its contents",
-            ) from e
+            raise _unreadable(path, "json", f"{e.msg.removesuffix(' at')} in line {e.lineno}") from e
         yield from value if isinstance(value, list) else [value]
 
 
@@ -284,10 +301,7 @@ def read_file(path: Path) -> Any:
     try:
         dataset = datasets_library().load_dataset(kind, data_files=str(path), split="train", **options)
     except Exception as e:  # each builder raises its own
-        raise InputError(
-            f"`{path}` cannot be read as {kind}: {first_line(e.__cause__ or e)}",
-            hint="check that its suffix matches its contents",
-        ) from e
+        raise _unreadable(path, kind, first_line(e.__cause__ or e)) from e
     if len(dataset) == 0:
         raise InputError(f"`{path}` has no rows", hint="pass a file with rows in it")
     return dataset

@@ -78,9 +78,11 @@ def check_data(options: FinetuneOptions, model: Checkpoint | None = None) -> Non
             read_text(path, QUICK_BYTES)
             if model is not None:
                 check_text(path, model.directory, model.config, options.seq_len, parts=parts)
-        elif (rows := quick_rows(path)) is not None and name == options.data:
-            text, label = _choose_columns(columns_of(rows), replace(options, task=task))
-            if model is not None:
+            continue
+        rows, columns = quick_rows(path)
+        if columns and name == options.data:
+            text, label = _choose_columns(columns, replace(options, task=task))
+            if rows and model is not None:
                 _check_rows(rows, text, label, replace(options, task=task), model, parts)
 
 

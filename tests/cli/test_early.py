@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
+from lpconv.data.texts import QUICK_BYTES
 from lpconv.plan.options import ConvertOptions
 
 REFUSED: dict[str, tuple[int, str]] = {
@@ -61,6 +63,11 @@ REFUSED: dict[str, tuple[int, str]] = {
     "probe demo --data chats.jsonl": (3, "`chats.jsonl`"),
     "finetune demo --data one.jsonl": (3, " 128 "),
     "finetune demo --data one.csv": (3, "row"),
+    "finetune demo --data columns.parquet": (2, "a, b"),
+    "probe demo --data columns.json": (3, "a, b"),
+    "probe demo --data no-table.parquet": (3, "parquet"),
+    "finetune demo --data large.csv": (2, "a, b"),
+    "probe demo --data large.jsonl": (3, "a, b"),
     "finetune chat --data no-turns.jsonl": (3, "`no-turns.jsonl`"),
     "probe chat --data no-turns.jsonl": (3, "`no-turns.jsonl`"),
     "finetune chat --data chats.jsonl": (3, "answers"),
@@ -248,11 +255,16 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "no-text.csv": "a,b\n1,2\n",
         "no-label.csv": "text,b\n1,2\n",
         "short.txt": "hi\n",
+        "no-table.parquet": "PAR1",
+        "columns.json": '[{"a": "x", "b": 1}]',
+        "large.csv": "a,b\n" + QUICK_BYTES // 4 * "x,1\n",
+        "large.jsonl": QUICK_BYTES // 16 * '{"a": 1, "b": 2}\n',
         "ends.txt": "<|endoftext|>" * 20,
         "defaults.json": '{"version": 1, "defaults": {"format": "fp16"}, '
         '"jobs": [{"id": "a", "model": "demo", "scheme": "FP8_DYNAMIC"}]}',
     }.items():
         (folder / name).write_text(text)
+    pyarrow.parquet.write_table(pyarrow.table({"a": ["x"], "b": [1]}), folder / "columns.parquet")
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     changes: dict[str, dict[str, Any]] = {
         "demo-plain": {},
