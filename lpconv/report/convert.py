@@ -1,7 +1,7 @@
 """Documents and sentences of a conversion: what was done, what it cost and how it was verified; and comparisons."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -156,7 +156,7 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     return (
         Tile(label="Weights", figure=size_text(written), detail=size),
         Tile(label="Tensors converted", figure=count_text(len(changed)), detail=total),
-        _sqnr_tile(changed),
+        _sqnr_tile(result, changed),
         outputs_tile(result.verify),
         *_feedback_tile(result),
         Tile(label="Time", figure=duration_text(result.seconds), detail=f"{rate} read and written"),
@@ -164,10 +164,10 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     )
 
 
-def _sqnr_tile(changed: Sequence[TensorRecord]) -> Tile:
+def _sqnr_tile(result: ConvertResult, changed: Sequence[TensorRecord]) -> Tile:
     label, worst = "Lowest SQNR of a tensor", worst_tensors(changed, 1)
     if worst:
-        detail = f"{worst[0].name}{usual_sqnr(worst[0].format)}"
+        detail = f"{worst[0].name}{usual_sqnr(f'{worst[0].format} {scale_words(result)}')}"
         return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=detail)
     if any(t.sqnr_db is not None for t in changed):
         return Tile(label=label, figure="exact", detail="every converted tensor")
@@ -282,7 +282,7 @@ def conversion_summary(result: ConvertResult) -> str:
     """Sentences on the actions, the errors of the weights, and the source of input scales."""
     sentences = (
         _done_sentence(result),
-        _error_sentence(result.tensors),
+        _error_sentence(result),
         _feedback_sentence(result),
         _inputs_sentence(result),
     )
@@ -309,7 +309,7 @@ def _done_sentence(result: ConvertResult) -> str:
 
 
 def has_input_scales(result: ConvertResult) -> bool:
-    """Whether the files have input scales. Comparisons of a conversion do not apply them."""
+    """Whether the files have input scales."""
     return result.calibration is not None and any(
         not n.endswith(("k_scale", "v_scale")) for n in result.calibration.absmax
     )
@@ -322,13 +322,10 @@ def _text_words(result: ConvertResult) -> str:
 
 
 def _inputs_sentence(result: ConvertResult) -> str:
-    """The source of input scales, and the error that was not measured; empty without input scales."""
+    """The source of input scales; empty without them."""
     if not has_input_scales(result):
         return ""
-    return (
-        f"Input scales are stored in the file, calibrated on {_text_words(result)}. Comparisons here do not quantise "
-        "inputs, which costs extra accuracy."
-    )
+    return f"Input scales are stored in the file, calibrated on {_text_words(result)}."
 
 
 def _feedback_sentence(result: ConvertResult) -> str:
@@ -346,15 +343,17 @@ def _feedback_sentence(result: ConvertResult) -> str:
 
 def scale_words(result: ConvertResult) -> str:
     """Description of the scale granularity."""
+    if result.method == "multipoint":
+        return "one scale per row and point"
     known = {"tensor": "one scale per tensor", "row": "one scale per row"}
     granularity = str(result.options.get("granularity", "tensor"))
     of_group = f"one scale per {granularity.removeprefix('group:')} elements"
     return known.get(granularity, of_group if granularity.startswith("group:") else f"{granularity} scales")
 
 
-def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
+def _error_sentence(result: ConvertResult) -> str:
     """The worst error, and the number of elements outside of the format's range; empty if nothing was measured."""
-    changed = converted_tensors(tensors)
+    changed = converted_tensors(result.tensors)
     measured = [t for t in changed if t.sqnr_db is not None]
     if not measured:
         return ""
@@ -362,7 +361,7 @@ def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
     if not worst:
         return "Every measured tensor equals its source exactly."
     ratio = f"The lowest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} in {worst[0].name}"
-    return f"{ratio}{usual_sqnr(worst[0].format)}; {_range_words(changed)}."
+    return f"{ratio}{usual_sqnr(f'{worst[0].format} {scale_words(result)}')}; {_range_words(changed)}."
 
 
 def _range_words(changed: Sequence[TensorRecord]) -> str:

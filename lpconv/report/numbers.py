@@ -25,12 +25,15 @@ ROLE_WORDS = {
     "weight_grad": "weight gradient",
 }
 
-# SQNR in dB of weights between a normal and a Laplace distribution: floats with any scales, int8, int4 and e2m1 with
-# one per 16 to 128 elements. `tests/report/test_numbers.py` draws and rounds such weights.
+# SQNR in dB of weights between a normal and a Laplace distribution: of floats with any scales, of e2m1 with one per 16 to
+# 128 elements. `tests/report/test_numbers.py` draws and rounds such weights.
 _USUAL_DB = {
-    "fp16": (73, 75), "bf16": (55, 57), "e5m2": (25, 27), "e4m3fn": (31, 32),
-    "int8": (41, 47), "int4": (16, 21), "e2m1": (17, 21),
+    "fp16": (73, 75), "bf16": (55, 57), "e5m2": (25, 27), "e4m3fn": (31, 32), "e2m1": (17, 21),
 }  # fmt: skip
+# The same for integers is that of steps of equal size, 10.8 dB + 20 log10(largest code), less the crest factor of what
+# shares a scale: the largest magnitude over the root mean square, in dB. MiniLM and SmolLM2 lie in these bounds, but
+# for rows of MiniLM with outliers.
+_CREST_DB = {r"\d (of a row|elements)$": ("in groups", 12, 6), r"(per|for a) row$": ("by row", 15, 10.5)}
 # Upper limits of a KL divergence in nats, and their meanings. In `benchmarks/quality/results/granularity.json`, SmolLM2
 # keeps 98 % of its top predictions at 0.001, 95 % at 0.008, 91 % at 0.03, 69 % at 0.33 and 57 % at 0.67.
 KEPT_KL = 0.01
@@ -125,12 +128,16 @@ def sqnr_text(decibels: float | None, unit: str = "") -> str:
 
 
 def usual_sqnr(form: str) -> str:
-    """The usual SQNR of the format that a form begins with: " (e4m3fn usually has 31 to 32)"; empty if unknown."""
-    name = form.partition(" ")[0]
-    if name not in _USUAL_DB:
+    """The usual SQNR of a form by its words: " (int8 by row usually has 38 to 42)"; empty if unknown."""
+    name, _, scales = form.partition(" ")
+    if name in _USUAL_DB and " residual" not in scales:
+        return " ({} usually has {} to {})".format(name, *_USUAL_DB[name])
+    grain = next((words for pattern, words in _CREST_DB.items() if re.search(pattern, scales)), None)
+    if grain is None or (found := re.fullmatch(r"int(\d)", name)) is None:
         return ""
-    groups = " in groups" if name in ("int8", "int4", "e2m1") else ""
-    return " ({}{} usually has {} to {})".format(name, groups, *_USUAL_DB[name])
+    by_steps = 10.8 + 20 * math.log10(2 ** (int(found[1]) - 1) - 1)
+    low, high = (max(by_steps - crest, least) for crest, least in zip(grain[1:], (1, 2), strict=True))
+    return f" ({name} {grain[0]} usually has {low:.0f} to {high:.0f})"
 
 
 def kl_words(kl: float) -> str:
