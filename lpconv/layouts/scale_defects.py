@@ -19,7 +19,6 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import Component, Stored
 from lpconv.forms.form import Side
 from lpconv.forms.grid import Grid, is_positive
-from lpconv.forms.planes import Span
 from lpconv.layouts.compressed_config import INPUT_SCALES
 from lpconv.layouts.defects import Findings
 from lpconv.layouts.headers import judged_grids
@@ -43,9 +42,10 @@ class Scales(Summed):
     """Statistics of the scales of one weight, including all factors.
 
     `least` and `most` are the extremes, and the counts are of scales in total, zero, invalid (negative, NaN or
-    infinite), at e4m3fn's maximum (`num_cut`) and far from the others (`num_odd`). `one` is the scale or factor of the
-    whole tensor, if any. `bound` is the decoded value of the largest code; with column factors, in the column with the
-    smallest factor, which is the only certain bound because smoothing gives large codes to those columns.
+    infinite), at e4m3fn's maximum (`num_cut`) and far from the others (`num_odd`). Scales of integers may be negative
+    and count by magnitude. `one` is the scale or factor of the whole tensor, if any. `bound` is the decoded value of
+    the largest code; with column factors, in the column with the smallest factor, which is the only certain bound
+    because smoothing gives large codes to those columns.
     """
 
     least: float = joined(min, math.inf)
@@ -123,10 +123,6 @@ def _fetch(source: Source, component: Component, start: int, stop: int) -> Tenso
     return read_range(source, component.name, start, stop)
 
 
-def _matrices(grid: Grid) -> Iterator[Span]:
-    return grid.spans(0, grid.num_elements)
-
-
 def _side_of(grid: Grid, source: Source) -> Side:
     """Read the side tensors of a weight, other than codes and scales."""
     return {c.name: read_tensor(source, c.name) for c in grid.side}
@@ -136,9 +132,11 @@ def _scale_statistics(grid: Grid, source: Source) -> Scales:
     side, fetch = _side_of(grid, source), partial(_fetch, source)
     one = None if grid.factor is None else float(side[grid.factor.name])
     total = Scales(one=one)
-    for span in _matrices(grid):
+    for span in grid.spans(0, grid.num_elements):
         raw = grid.scales.fetch(fetch, span)
         scales = grid.scales_of(raw, span, side)
+        if grid.format.twos_complement:  # AutoRound negates scales so that the largest weight gets −2^(bits−1)
+            scales = scales.abs()
         total = total + _count_scales(scales, scales * _min_column_factors(grid, side), grid.format.max)
         if grid.scales.component.dtype == "F8_E4M3":
             num_cut = int((grid.scales.numbers(raw, span) == grid.scales.ends[1]).sum())
@@ -172,10 +170,11 @@ def _count_scales(scales: Tensor, with_columns: Tensor, largest_code: float) -> 
 
 
 def _is_outlier(numbers: Tensor) -> Tensor:
-    """Mask of positive numbers that differ from the median by more than `FACTOR`."""
-    is_sound = torch.isfinite(numbers) & (numbers > 0)
-    usual = float(numbers[is_sound].median()) if is_sound.any() else 0.0
-    return is_sound & ((numbers < usual / FACTOR) | (numbers > usual * FACTOR))
+    """Mask of numbers, other than zero, whose magnitude differs from the median by more than `FACTOR`."""
+    sizes = numbers.abs()
+    is_sound = torch.isfinite(sizes) & (sizes > 0)
+    usual = float(sizes[is_sound].median()) if is_sound.any() else 0.0
+    return is_sound & ((sizes < usual / FACTOR) | (sizes > usual * FACTOR))
 
 
 def _invalid_scales(scales: Mapping[str, Scales]) -> Iterator[str]:
@@ -195,7 +194,7 @@ def _zero_scales(weights: Mapping[str, Scales], grids: Mapping[str, Grid], sourc
 def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
     """Number of nonzero codes of a weight whose stored scale is selected by `chosen`."""
     fetch, num = partial(_fetch, source), 0
-    for span in _matrices(grid):
+    for span in grid.spans(0, grid.num_elements):
         codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
         scales = grid.scales.numbers(grid.scales.fetch(fetch, span), span)
         num += int(((codes != 0) & grid.scales.spread(chosen(scales), span)).sum())
@@ -242,7 +241,7 @@ def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping
     for name, grid in grids.items():
         yield from (f"`{name}`: {what}" for what in grid.side_problems(_side_of(grid, source)))
         if grid.zeros is not None and config.get("sym") is True:
-            span = next(_matrices(grid))
+            span = next(grid.spans(0, grid.num_elements))
             zeros = grid.zeros.numbers(grid.zeros.fetch(partial(_fetch, source), span), span)
             middle = grid.format.max + 1
             if bool((zeros != middle).any()):

@@ -266,7 +266,7 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "ct W4A16": (_ct("W4A16", _group(32), 7.0, **_W4), lambda: _ct_config("W4A16", **_W4)),
     "ct W4A16_ASYM": (_ct("W4A16_ASYM", _group(32), 7.0, **_W4), lambda: _ct_config("W4A16_ASYM", **_W4)),
     "ct W3A16_ASYM": (_ct("W4A16_ASYM", _group(32), 3.0, **_W3), lambda: _ct_config("W4A16_ASYM", **_W3)),
-    "ct W8A16": (_ct("W8A16", _group(32), 127.0, **_W4), lambda: _ct_config("W8A16", **_W4)),
+    "ct W8A16": (_ct("W8A16", _group(32), -128.0, **_W4), lambda: _ct_config("W8A16", **_W4)),  # signs as AutoRound's
     "fp8": (_fp8((128, 128), "fp32"), lambda: {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "fp8 bf16": (_fp8((128, 128), "bf16"), lambda: {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "fp8 ue8m0": (
