@@ -10,18 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lpconv.advise.candidates import best, conversions, rank_rows
-from lpconv.advise.infer import (
-    NO_TIME,
-    Base,
-    Trial,
-    base_for,
-    forecast,
-    measure_conversion,
-    measure_conversions,
-    parts_of,
-    raise_costly_parts,
-)
+from lpconv.advise.infer import NO_TIME, Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
+from lpconv.advise.parts import Base, base_for, parts_of, raise_costly_parts
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Subject, job_of, open_converted, open_subject
 from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
