@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from lpconv.advise.options import Budget
@@ -19,7 +20,7 @@ from lpconv.results import AdviceRow
 Settings = dict[str, Any]  # settings of a conversion, as in a manifest job
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # group sizes for which runtimes have kernels
 _NOT_TRIED = {*INTEGERS} - {"int4", "int8"}  # measuring each width takes time
-_WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
+_WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4"}
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
 
 
@@ -126,7 +127,7 @@ def describe_conversion(settings: Settings) -> str:
     if "budget_bits" in settings:
         words += f" {settings['budget_bits']:g} bits"
     if "granularity" in settings:
-        words += f" {_WORDS.get(settings['granularity'], settings['granularity'])}"
+        words += f" {_WORDS.get(settings['granularity'], settings['granularity'].replace('group:', 'groups of '))}"
     further = [settings["rounding"]] if "rounding" in settings else []
     further += ["scale search"] if settings.get("scale") == "search" else []
     return f"{words} with {' and '.join(further)}" if further else words
@@ -162,5 +163,7 @@ def _ranking_cost(row: AdviceRow) -> float:
 
 
 def best(rows: Iterable[AdviceRow], purpose: str) -> AdviceRow | None:
-    """The best row for a purpose within the budget, or None."""
-    return next((r for r in rank_rows(rows) if r.purpose == purpose and r.meets), None)
+    """The best row for a purpose within the budget, or None; with `--bits`, the row with a format for each part."""
+    ranked = [r for r in rank_rows(rows) if r.purpose == purpose]
+    mixed = (r for r in ranked if "rules" in r.settings and r.gap is not None)
+    return next(chain(mixed, (r for r in ranked if r.meets)), None)

@@ -36,7 +36,7 @@ from lpconv.student import estimate_mean
 from lpconv.verify.outputs import compare_outputs, outputs_of, verification_inputs
 
 NO_TIME = "there was no time left to try it"
-_SAMPLE = 2**13  # elements per tensor
+SAMPLE = 2**13  # elements per tensor
 # The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
 # kept. With error probabilities of 1 % each and 2 % at the end, the decision is right in 95 % of cases (Bonferroni).
 _LOOKS = (8, 16, 32, 64)
@@ -52,8 +52,8 @@ _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quali
 class Trial:
     """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened.
 
-    `text` is what error feedback is calibrated on, as in `convert --calibrate`; `bits` is the most per weight, if
-    limited. `costs_s` are the seconds that finished trials took to open a conversion and to run a window.
+    `text` is what error feedback is calibrated on, as in `convert --calibrate`. `costs_s` are the seconds that finished
+    trials took to open a conversion and to run a window.
     """
 
     subject: Subject
@@ -62,7 +62,6 @@ class Trial:
     progress: Progress
     text: str = "demo"
     runtime: str | None = None
-    bits: float | None = None
     costs_s: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -169,13 +168,10 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
     try:
         with job_of(trial.subject, settings) as job:
             rounded = next((r.words for r in roundings_of(job).values()), None)
-            noise = noise_of_sample(job, elements=_SAMPLE)
+            noise = noise_of_sample(job, elements=SAMPLE)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
-            weights = job.plan.num_weights
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
-    if trial.bits is not None and 8 * _size(row) > trial.bits * weights * _SAME_SIZE:
-        row = replace(row, status="pruned", why=f"more than {trial.bits:g} bits per weight")
     is_narrow = FORMATS[number_of(settings)].storage_bits <= 16 and "residual" not in settings  # opens in 16 bits
     return replace(row, **trial.forecasts["bf16" if is_narrow else "fp32"])
 

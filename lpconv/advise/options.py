@@ -89,10 +89,10 @@ class AdviseOptions:
     ] = Budget()
     bits: Annotated[
         float | None,
-        Gt(4),
-        Lt(32),
+        Gt(2),
+        Lt(16),
         Option(
-            "Average bits per weight; each layer then gets its own format",
+            "Most bits per converted weight on average, with scales; each layer then gets its own format",
             default="one format for all",
             example="4.5",
         ),

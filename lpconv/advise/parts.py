@@ -1,9 +1,10 @@
 """The cost of each part of a conversion, and the formats of `--bits`.
 
-`--bits` chooses a format for each part, so that the checkpoint has at most so many bits per weight. A part is a tensor,
-the weights that readers fuse, or the experts of a layer. All start in a narrow format. The cost of each is measured by
-converting that part alone; those with the largest cost per additional byte are raised to a wider format until the bits
-are used up.
+`--bits` chooses a format for each part, so that converted weights have at most so many bits on average, with scales. A
+part is a tensor, the weights that readers fuse, or the experts of a layer. The cost of each is measured in the widest
+format that all of them can have, by converting that part alone. In other formats it is taken to change as the noise of
+the weights does. All parts start in the narrowest format, and the one that saves the most divergence per additional
+byte gets the next wider one, until the bits are used up.
 """
 
 import math
@@ -15,86 +16,106 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.advise.candidates import Settings, describe_conversion
+from lpconv.advise.candidates import Settings, convert_options, describe_conversion
+from lpconv.advise.infer import SAMPLE
 from lpconv.advise.subject import Subject, job_of, open_converted
+from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import UsageError
 from lpconv.layers import is_same_name
 from lpconv.layouts.linears import format_groups, group_pattern
 from lpconv.layouts.reader import stored_shapes
 from lpconv.models.whole import linears_of
+from lpconv.plan.suited import suited_options
 from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import LayerPart, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.verify.outputs import compare_outputs, outputs_of
 
-# Base settings, widest first, and the format for raised tensors if the source is wider than 16 bits; otherwise raised
-# tensors are kept, at the same size and without loss.
-_LADDERS: tuple[tuple[Settings, str], ...] = (
-    ({"method": "unit", "format": "e4m3fn", "granularity": "row"}, "fp16"),
-    ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, "keep"),
-)
+_WIDTHS = ("int2", "int3", "int4", "int5", "int6", "int8")
 _WINDOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
-    """The narrow conversion to start from, the format of raised tensors, and the bytes available for raising."""
+class Width:
+    """A format for parts: the bytes of each converted tensor in it, and the noise-to-signal ratio of the weights."""
+
+    format: str
+    sizes: Mapping[str, int]
+    noise: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Widths to choose from for each part, narrowest first, the bytes available, and the settings of the conversion.
+
+    Integers have one scale for as many numbers of a row as `convert` would choose.
+    """
 
     settings: Settings
-    raised: str
-    raised_bits: int
-    spare_bytes: float
+    widths: tuple[Width, ...]
+    most_bytes: float
+
+    @property
+    def base(self) -> Width:
+        """The widest integers that all parts can have."""
+        return [w for w in self.widths[:-1] if sum(w.sizes.values()) <= self.most_bytes][-1]
 
 
-def base_for(subject: Subject, bits: float) -> Base:
-    """The widest base that fits. Raises UsageError, with the minimum number of bits, if none does."""
-    least = 0.0
-    for settings, raised in _LADDERS:
-        with job_of(subject, settings) as job:
-            weights = job.plan.num_weights
-            widest = max(DTYPE_BITS[t.info.dtype] for t in job.plan.tensors if t.action != "tie")
-            spare = weights * bits / 8 - job.plan.bytes_out
-            least = 8 * job.plan.bytes_out / weights
-        if spare >= 0:
-            kept = raised == "keep" or widest <= 16
-            return Base(
-                settings=settings,
-                raised="keep" if kept else raised,
-                raised_bits=widest if kept else 16,
-                spare_bytes=spare,
-            )
-    raise UsageError(
-        f"--bits {bits:g}: this model needs at least {least:.2f} bits per weight, with {describe_conversion(settings)}",
-        hint="embeddings and output heads are stored in 16 bits; pass a larger value",
-    )
+def choice_for(subject: Subject, bits: float) -> Choice:
+    """The choice for `bits` per converted weight. Raises UsageError, with the minimum, if these are too few."""
+    options, _ = suited_options(convert_options({"format": _WIDTHS[0]}), subject.prepared.checkpoint)
+    settings = {"method": "unit", "granularity": options.granularity, "scale": "search"}
+    widths = []
+    for fmt in _WIDTHS:
+        with job_of(subject, settings | {"format": fmt}) as job:
+            tensors = [t for t in job.plan.tensors if t.format is not None and t.format.name == fmt]
+            sizes = {t.name: t.bytes_out for t in tensors}
+            widths.append(Width(format=fmt, sizes=sizes, noise=noise_of_sample(job, elements=SAMPLE)))
+    weights = max(sum(t.info.num_elements for t in tensors), 1)
+    raised = "fp16" if any(DTYPE_BITS[t.info.dtype] > 16 for t in tensors) else "keep"
+    sizes = {t.name: 2 * t.info.num_elements + 4 for t in tensors}  # and a scale, if there is one
+    widths.append(Width(format=raised, sizes=sizes))
+    if (least := 8 * sum(widths[0].sizes.values()) / weights) > bits:
+        least_text = f"{math.ceil(100 * least) / 100:.2f}"
+        raise UsageError(
+            f"--bits {bits:g}: {_WIDTHS[0]} takes {least_text} bits per weight with its scales",
+            hint=f"pass --bits {least_text} or more",
+        )
+    return Choice(settings=settings, widths=tuple(widths), most_bytes=bits / 8 * weights)
 
 
-def raise_costly_parts(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
-    """(name, settings) of the base with those parts raised whose cost per additional byte is largest."""
-    model, records = open_converted(subject, base.settings, progress)
+def mixed_conversion(subject: Subject, choice: Choice, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
+    """(name, settings) of the conversion with the chosen format for each part; parts not measured get the base."""
+    base = choice.settings | {"format": choice.base.format}
+    model, records = open_converted(subject, base, progress)
     parts, _ = parts_of(subject, model, records, deadline, progress)
-    bytes_of = {r.name: r.bytes_out for r in records}
-    sizes = {group_pattern(names): sum(bytes_of[n] for n in names) for names in format_groups(_converted(records))}
-    chosen = choose_parts(parts, sizes, base, metric=subject.metric)
-    rules = [f"{p.tensor}={base.raised}" for p in chosen]
-    to = "kept" if base.raised == "keep" else f"in {base.raised}"
-    name = f"{describe_conversion(base.settings)} with {len(chosen)} of {len(parts)} parts {to}"
-    return name, base.settings | {"rules": rules}
+    chosen = choose_widths(parts, choice, metric=subject.metric)
+    rules = [f"{part}={width.format}" for part, width in chosen.items() if width is not choice.base]
+    name = f"{describe_conversion(base)}, and {len(rules)} of {len(chosen)} parts in other formats"
+    return name, base | {"rules": rules}
 
 
-def choose_parts(parts: Sequence[LayerPart], sizes: Mapping[str, int], base: Base, *, metric: str) -> list[LayerPart]:
-    """Choose parts greedily, by divergence saved per byte. Relative errors of outputs add up in squares."""
+def choose_widths(parts: Sequence[LayerPart], choice: Choice, *, metric: str) -> dict[str, Width]:
+    """The width for each part, greedily. Relative errors of outputs add up in squares."""
     power = 1 if metric == "loss" else 2
+    groups = {group_pattern(names): names for names in format_groups(choice.base.sizes)}
+    sizes = {part: [sum(w.sizes[n] for n in names) for w in choice.widths] for part, names in groups.items()}
+    costs = {p.tensor: p.divergence**power / (choice.base.noise or 1.0) for p in parts if p.tensor in sizes}
+    places = dict.fromkeys(costs, 0)
+    left = choice.most_bytes - sum(sizes[p][places.get(p, choice.widths.index(choice.base))] for p in sizes)
 
-    def extra(part: LayerPart) -> float:
-        return sizes[part.tensor] * (base.raised_bits / part.bits - 1)
+    def added(part: str) -> float:
+        return sizes[part][places[part] + 1] - sizes[part][places[part]]
 
-    left, chosen = base.spare_bytes, []
-    for part in sorted(parts, key=lambda p: -(p.divergence**power) / max(extra(p), 1.0)):
-        if 0 < extra(part) <= left:
-            chosen.append(part)
-            left -= extra(part)
-    return chosen
+    def gain(part: str) -> float:
+        noise, less = (choice.widths[places[part] + i].noise for i in (0, 1))
+        return costs[part] * (noise - less) / max(added(part), 1)
+
+    while raised := [p for p, place in places.items() if place + 1 < len(choice.widths) and added(p) <= left]:
+        part = max(raised, key=gain)
+        left -= added(part)
+        places[part] += 1
+    return {part: choice.widths[place] for part, place in places.items()}
 
 
 def parts_of(

@@ -4,15 +4,15 @@ The result is a record that grows: each stage takes it and yields it with more m
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lpconv.advise.candidates import best, conversions, rank_rows
+from lpconv.advise.candidates import best, conversions, describe_conversion, rank_rows
 from lpconv.advise.infer import NO_TIME, Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
-from lpconv.advise.parts import Base, base_for, parts_of, raise_costly_parts
+from lpconv.advise.parts import Choice, choice_for, mixed_conversion, parts_of
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Subject, job_of, open_converted, open_subject
 from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
@@ -32,7 +32,7 @@ from lpconv.storage.checkpoint import Checkpoint
 
 _NOISE_SHARE = 0.2  # share of the time for training that finds recipes to leave out
 _INFER_SHARE = 0.6  # share of the time for inference if training is included
-_PARTS_SHARE = 0.3  # time for the cost of single tensors, on which only --bits depends, relative to that of conversions
+_PARTS_SHARE = 0.3  # time for the cost of single tensors, relative to that of conversions
 
 
 def study(
@@ -45,13 +45,13 @@ def study(
 ) -> AdviceResult:
     """The advice on a checkpoint's model until the deadline; raises and calls `keep` as `advise` does."""
     subject = open_subject(checkpoint, options, deadline.progress)
-    base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
+    choice = None if options.bits is None or "infer" not in options.purposes else choice_for(subject, options.bits)
     result = _merge_rows(_initial_result(subject, output, options, command), _all_rows(subject, options))
     for purpose in options.purposes:
         share = _INFER_SHARE if purpose == "infer" and "train" in options.purposes else 1.0
         limit = deadline.part(share)
         is_infer = purpose == "infer"
-        stage = _infer(result, subject, options, base, limit) if is_infer else _train(result, subject, options, limit)
+        stage = _infer(result, subject, options, choice, limit) if is_infer else _train(result, subject, options, limit)
         try:
             while True:
                 keep(_conclude(result, options, deadline, interrupted=True))
@@ -93,7 +93,7 @@ def _initial_result(subject: Subject, output: Path, options: AdviseOptions, comm
 
 def _all_rows(subject: Subject, options: AdviseOptions) -> Iterator[AdviceRow]:
     """Every candidate for the purposes, without measurements."""
-    if "infer" in options.purposes:
+    if "infer" in options.purposes and options.bits is None:
         for name, settings in conversions(options.runtime).items():
             yield AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=NO_TIME)
     if "train" in options.purposes:
@@ -120,7 +120,7 @@ def _noise_in_four_bits(subject: Subject, options: AdviseOptions, progress: Prog
 
 
 def _infer(
-    result: AdviceResult, subject: Subject, options: AdviseOptions, base: Base | None, limit: Deadline
+    result: AdviceResult, subject: Subject, options: AdviseOptions, choice: Choice | None, limit: Deadline
 ) -> Iterator[AdviceResult]:
     """Yield the result with conversions tried, and then with the cost of each tensor for the best one."""
     with job_of(subject, {}):
@@ -131,17 +131,12 @@ def _infer(
         subject=subject,
         text=options.data or "demo",
         runtime=options.runtime,
-        bits=options.bits,
         budget=options.budget,
         forecasts={kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")},
         progress=limit,
     )
-    for rows in measure_conversions(trial, limit if base is None else limit.part(1 - _PARTS_SHARE)):
+    for rows in measure_conversions(trial, limit) if choice is None else _measure_mixed(trial, choice, limit):
         result = _merge_rows(result, rows)
-        yield result
-    if base is not None:
-        name, settings = raise_costly_parts(subject, base, limit.part(_PARTS_SHARE), limit)
-        result = _merge_rows(result, [measure_conversion(trial, name, settings, limit)])
         yield result
     chosen = best(result.rows, "infer")
     if chosen is not None and (chosen.calibration_s or 0.0) < limit.left_s:
@@ -149,6 +144,14 @@ def _infer(
         most = Deadline(min(limit.left_s, limit.spent_s * _PARTS_SHARE), limit)
         parts, whole = parts_of(subject, model, records, most, limit)
         yield replace(result, parts=parts, parts_whole=whole, parts_of=chosen.name)
+
+
+def _measure_mixed(trial: Trial, choice: Choice, limit: Deadline) -> Iterator[Sequence[AdviceRow]]:
+    """Yield the conversion to the widest format that all parts can have, then the one with a format for each part."""
+    base = choice.settings | {"format": choice.base.format}
+    yield [measure_conversion(trial, describe_conversion(base), base, limit.part(1 / 4))]
+    name, settings = mixed_conversion(trial.subject, choice, limit.part(1 / 2), limit)
+    yield [measure_conversion(trial, name, settings, limit)]
 
 
 def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:

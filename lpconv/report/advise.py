@@ -154,10 +154,11 @@ def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
     opened = f" Opened by: {SCHEMES[row.settings['scheme']].opens}." if "scheme" in row.settings else ""
     rounded = f", with inputs rounded to {row.rounded_inputs}," if row.rounded_inputs else ""
     what = "the loss on the text changes by" if result.metric == "loss" else "the relative error of the outputs is"
+    within = "within" if row.meets else "not certain to be within"  # with --bits
     return (
         f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
-        f"On {plural(row.gap.count, 'window')}{rounded} {what} {_gap_text(row.gap, result.metric)}, within the "
-        f"{_budget_text(result, result.metric)} allowed.{opened}"
+        f"On {plural(row.gap.count, 'window')}{rounded} {what} {_gap_text(row.gap, result.metric)}, {within} "
+        f"the {_budget_text(result, result.metric)} allowed.{opened}"
     )
 
 
