@@ -427,6 +427,10 @@ def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Sec
     return section("SQNR of every tensor, dB", table, only="page")
 
 
+def _granularity(r: ConvertResult) -> str:
+    return "row and point" if r.method == "multipoint" else str(r.options.get("granularity", MISSING))
+
+
 def _median_sqnr(r: ConvertResult) -> float | None:
     measured = [t.sqnr_db for t in converted_tensors(r.tensors) if t.sqnr_db is not None]
     return statistics.median(measured) if measured else None
@@ -442,7 +446,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "source": lambda r: r.source.name,
     "form": form_name,
     "format": lambda r: r.format,
-    "granularity": lambda r: MISSING if r.residual else str(r.options.get("granularity", MISSING)),
+    "granularity": lambda r: MISSING if r.residual else _granularity(r),
     "layout": lambda r: str(r.options.get("layout", MISSING)),
     "size before": lambda r: size_text(r.bytes.read),
     "size after": lambda r: size_text(r.bytes.written),

@@ -165,7 +165,7 @@ def held_out_words(result: FinetuneResult) -> str:
     h = result.held_out[0]
     examples = "example" if h.num_available == 1 else "examples"
     of_all = "" if h.num_examples == h.num_available else f" of {count_text(h.num_available)}"
-    text = f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are over batches."
+    text = f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are those of the value after training, between batches."
     if result.source:
         return text
     return f"{text} The baseline guess is {guess(result)}, with the frequencies of the training data."
@@ -195,10 +195,11 @@ def _progress(result: FinetuneResult, role: str) -> str:
     for h in (h for h in result.held_out if h.role == role):
         before, after = (figure_text(h.metric, x) for x in (h.before, h.after))
         text = f"{metric_name(h.metric, result)} {before} before, {after} after"
-        if h.standard_error is not None:
-            text += f" ± {_error_text(h.metric, h.standard_error)}"
         if h.metric == "eval_accuracy" and h.baseline is not None:
             text += f", {figure_text(h.metric, h.baseline)} by {guess(result)}"
+        if h.standard_error is not None:
+            errors = (_error_text(h.metric, x) for x in (h.standard_error, h.change_error))
+            text += " (standard error {}, of the change {})".format(*errors)
         parts.append(text)
     return "; ".join(parts)
 

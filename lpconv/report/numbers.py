@@ -25,8 +25,8 @@ ROLE_WORDS = {
     "weight_grad": "weight gradient",
 }
 
-# SQNR in dB of weights between a normal and a Laplace distribution: of floats with any scales, of e2m1 with one per 16 to
-# 128 elements. `tests/report/test_numbers.py` draws and rounds such weights.
+# SQNR in dB of weights between a normal and a Laplace distribution: of floats with any scales, of e2m1 with one per 16
+# to 128 elements. `tests/report/test_numbers.py` draws and rounds such weights.
 _USUAL_DB = {
     "fp16": (73, 75), "bf16": (55, 57), "e5m2": (25, 27), "e4m3fn": (31, 32), "e2m1": (17, 21),
 }  # fmt: skip

@@ -63,7 +63,7 @@ class StoredTensor:
 class InspectResult(Result):
     """Contents of a checkpoint, from its headers. `method` and `format` are None if lpconv did not write it.
 
-    `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` is for its quantised weights, including
+    `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` is for weights below 16 bits, including
     scales. `ties` maps names of tensors that are not stored to the weights that they share. `problems` are descriptions
     of errors, `warnings` of oddities. They cover the checks in `checked` but not those in `not_checked`; `not_judged`
     is the reason if lpconv cannot interpret the weights, else None.

@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from lpconv.cli.main import app
+from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.foreign_files import make_foreign
 
@@ -34,6 +37,12 @@ def test_the_verdict_comes_first_and_tensors_only_with_all() -> None:
     assert text.startswith("demo: No ")
     assert "q_proj" not in text
     assert "model.layers.0.self_attn.q_proj.weight" in run("demo", "--all").stdout
+
+
+def test_weights_of_16_bits_are_not_quantised(tmp_path: Path) -> None:
+    for name, bits in {"fp16": "None", "e4m3fn": "8."}.items():
+        convert("demo", tmp_path / name, ConvertOptions(method="unit", format=name, verify="none"))
+        assert str(inspect(tmp_path / name).bits_per_weight).startswith(bits)
 
 
 def test_a_layout_that_is_not_read_is_not_called_fine(tmp_path: Path) -> None:
