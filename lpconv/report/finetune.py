@@ -165,7 +165,9 @@ def held_out_words(result: FinetuneResult) -> str:
     h = result.held_out[0]
     examples = "example" if h.num_available == 1 else "examples"
     of_all = "" if h.num_examples == h.num_available else f" of {count_text(h.num_available)}"
-    text = f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are those of the value after training, between batches."
+    text = (
+        f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are for After, between batches."
+    )
     if result.source:
         return text
     return f"{text} The baseline guess is {guess(result)}, with the frequencies of the training data."

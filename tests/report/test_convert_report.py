@@ -176,8 +176,9 @@ def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> Non
     results = [bert_result(), bert_result("e4m3fn"), llama_result()]
     assert figures_of(results)["smallest SQNR, dB"] == ["72.2", "30.1", "30.0"]
     finer = [bert_result(options={"granularity": g, "layout": "lpconv"}) for g in ("tensor", "row")]
-    finer.append(replace(finer[0], method="multipoint"))
-    assert figures_of(finer)["granularity"] == ["tensor", "row", "row and point"]
+    *known, points = figures_of([*finer, replace(finer[0], method="multipoint")])["granularity"]
+    assert known == ["tensor", "row"]
+    assert "point" in points
     assert "residual" not in figures_of(finer), "what no run has"
     failed = replace(results[2], verify=replace(results[2].verify, passed=False))
     document = compare_conversions([*results[:2], failed], ["a", "b", "c"])
