@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Deadline, Silent, TimeIsUp
-from lpconv.results import AdviceResult, AdviceRow, from_json
+from lpconv.results import AdviceResult, AdviceRow, GapEstimate, from_json
 from lpconv.train.recipes import RECIPES
 from tests.helpers.advice_examples import gap
 
@@ -111,62 +112,47 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, command).exit_code == 8
 
 
-def open_plain(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
 @pytest.mark.parametrize(("bits", "uniform"), [(2.3, "int2 group:128"), (3, "int2 group:32"), (5, "int4 group:32")])
 def test_mixed_formats_lose_less_than_one_format_of_as_many_bits(tmp_path: Path, bits: float, uniform: str) -> None:
-    command = [
-        "advise",
-        "demo",
-        "--for",
-        "infer",
-        "--bits",
-        str(bits),
-        "--seq-len",
-        "64",
-        "-o",
-        str(tmp_path / "advice"),
-    ]
-    done = CliRunner().invoke(app, [*command, "--json", "-q"])
-    advised = json.loads(done.stdout)["recommendations"][0]["command"]
-    done = CliRunner().invoke(app, [*shlex.split(advised)[1:], "-o", str(tmp_path / "mixed"), "--json", "-q"])
-    formats = {t["name"]: t["format"] for t in json.loads(done.stdout)["tensors"]}
+    command = f"advise demo --for infer --bits {bits} --seq-len 64 --json -q -o".split()
+    advised = json.loads(CliRunner().invoke(app, [*command, str(tmp_path / "advice")]).stdout)
+    typed = shlex.split(advised["recommendations"][0]["command"])[1:]
+    written = CliRunner().invoke(app, [*typed, "-o", str(tmp_path / "mixed"), "--json", "-q"])
+    formats = {t["name"]: t["format"] for t in json.loads(written.stdout)["tensors"]}
     fused = [[f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]]
     groups = [{formats[f"model.layers.{i}.{module}.weight"] for module in group} for i in range(4) for group in fused]
     assert all(len(group) == 1 for group in groups)
     fmt, grain = uniform.split()
     convert("demo", tmp_path / "uniform", ConvertOptions(format=fmt, granularity=grain, scale="search", verify="none"))
-    stored = [load_file(tmp_path / name / "model.safetensors") for name in ("mixed", "uniform")]
-    sizes = [sum(x.nbytes for n, x in tensors.items() if "_proj" in n) for tensors in stored]
-    weights = sum(p.numel() for n, p in open_plain(demo_checkpoint()).named_parameters() if "_proj" in n)
-    assert max(sizes) * 8 / weights <= bits
     tokens = AutoTokenizer.from_pretrained(demo_checkpoint())(demo_text("train").read_text())["input_ids"][:2048]
-    with torch.inference_mode():
-        own, mixed, other = (
-            open_plain(path)(torch.tensor(tokens).view(-1, 64)).logits.log_softmax(-1)
-            for path in (demo_checkpoint(), tmp_path / "mixed", tmp_path / "uniform")
-        )
-    assert (
-        0 < kl_div(mixed, own, reduction="sum", log_target=True) < kl_div(other, own, reduction="sum", log_target=True)
-    )
+    log_p = list[torch.Tensor]()
+    for path in (demo_checkpoint(), tmp_path / "mixed", tmp_path / "uniform"):
+        stored = load_file(path / "model.safetensors")
+        assert sum(x.nbytes for n, x in stored.items() if "_proj" in n) * 8 / 786_432 <= (bits if log_p else 32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.inference_mode():
+            log_p.append(model(torch.tensor(tokens).view(-1, 64)).logits.log_softmax(-1))
+    mixed, other = (kl_div(x, log_p[0], reduction="sum", log_target=True) for x in log_p[1:])
+    assert 0 < mixed < other
 
 
 def asked(quality: float, **changed: Any) -> AdviseOptions:
     return AdviseOptions(budget=Budget(quality=quality), seq_len=32, **changed)
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, gap_of: Callable[[str], GapEstimate]) -> None:
+    """Give candidates these gaps, by name, instead of measuring them."""
+
+    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return judge_row(replace(row, status="measured", gap=gap_of(row.name)), trial.budget)
+
+    monkeypatch.setattr(infer, "measure", measured)
+
+
 def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return judge_row(
-            replace(row, status="measured", gap=gap(0.0, 5e-5) if row.name == "unit fp16" else gap(0.002, 0.001)),
-            trial.budget,
-        )
-
-    monkeypatch.setattr(infer, "measure", measured)
+    pretend(monkeypatch, lambda name: gap(0.0, 5e-5) if name == "unit fp16" else gap(0.002, 0.001))
     result = advise("demo", tmp_path, asked(1e-4, purpose="infer"))
     rows = {r.name: r for r in result.rows}
     assert rows["unit e4m3fn"].meets is False
@@ -179,10 +165,7 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
 def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return judge_row(replace(row, status="measured", gap=gap(0.009, 0.0005)), trial.budget)
-
-    monkeypatch.setattr(infer, "measure", measured)
+    pretend(monkeypatch, lambda name: gap(0.009, 0.0005))
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
     assert re.search("noisier .*unit e4m3fn", next(r for r in rows if r.name == "multipoint e2m1 6 bits").why)
@@ -191,10 +174,7 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
 def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = {"unit e4m3fn": 0.0005, "multipoint int4 4.5 bits": 0.0005}  # others may or may not keep 0.01
 
-    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return judge_row(replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007))), trial.budget)
-
-    monkeypatch.setattr(infer, "measure", measured)
+    pretend(monkeypatch, lambda name: gap(0.008, widths.get(name, 0.007)))
     monkeypatch.setattr(infer, "_DOUBT", 100.0)
     result = advise("demo", tmp_path, asked(0.01, purpose="infer"))
     undecided = [r.name for r in result.rows if r.status == "measured" and not r.meets]
