@@ -24,6 +24,7 @@ from lpconv.errors import UsageError
 from lpconv.layers import is_same_name
 from lpconv.layouts.linears import format_groups, group_pattern
 from lpconv.layouts.reader import stored_shapes
+from lpconv.models.coded import CodedTensor
 from lpconv.models.whole import linears_of
 from lpconv.plan.suited import suited_options
 from lpconv.progress import Deadline, Progress, TimeIsUp, counted
@@ -126,7 +127,8 @@ def parts_of(
     A part is a tensor, the weights that readers fuse, or the experts of a layer. The largest come first, because
     formats are chosen for those. If time runs out, the others are missing and the cost of all is None.
     """
-    own, other = dict(subject.model.named_parameters()), dict(model.named_parameters())
+    own = dict(subject.model.named_parameters())
+    other = {n: p.decode() if isinstance(p, CodedTensor) else p for n, p in model.named_parameters()}
     changed = [n for n in own if not torch.equal(own[n], other[n])]
     checkpoint, converted = subject.prepared.checkpoint, _converted(records)
     experts = linears_of(checkpoint, stored_shapes(checkpoint)).experts

@@ -17,8 +17,9 @@ from lpconv.convert.apply import decoded_tensors
 from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
 from lpconv.layouts import LAYOUTS
+from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_state
-from lpconv.models.rounded_inputs import InputRounding, round_inputs
+from lpconv.models.rounded_inputs import InputRounding
 from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens, read_tokenizer
 from lpconv.plan.files import output_config
@@ -72,8 +73,8 @@ class Subject:
     def with_tensors(self, state: dict[str, Tensor]) -> Any:
         """Another model of the same class, with tensors by checkpoint name."""
         with quiet_transformers():
-            config = copy.deepcopy(self.model.config)
-            return load_from_state(type(self.model), config, state, dtype=torch.float32)[0]
+            config, how = copy.deepcopy(self.model.config), {"experts_implementation": "eager"}
+            return load_from_state(type(self.model), config, state, dtype=torch.float32, **how)[0]
 
     def gap(self, model: Any, index: int) -> float:
         """The gap of another model on a window. The original model is run on each window only once, in order."""
@@ -145,13 +146,11 @@ def open_converted(
         job_of(subject, settings) as job,
         tempfile.TemporaryDirectory() as folder,
         Staging(Path(folder) / "advised", {}, force=False) as staging,
-        with_error_feedback(job, staging, progress) as rounded,
+        with_error_feedback(job, staging, progress) as final,
     ):
-        state, records = decoded_tensors(rounded, progress, phase=phase)
-        roundings = roundings_of(job)
-    model = subject.with_tensors(state)
-    round_inputs(model, roundings)
-    return model, records
+        state, records = decoded_tensors(final, progress, phase=phase)
+        rounded = {n: CodedTensor.from_values(n, state[n], how) for n, how in roundings_of(job).items()}
+    return subject.with_tensors(state | rounded), records
 
 
 def roundings_of(job: Job) -> dict[str, InputRounding]:

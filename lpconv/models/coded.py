@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.core_model_loading import WeightRenaming
 
 from lpconv.errors import UnsupportedError
-from lpconv.forms import Component, Stored
+from lpconv.forms import Component, Kept, Stored
 from lpconv.forms.blocks import buffer_view
 from lpconv.kernels.buffers import Buffers
 from lpconv.layouts.reader import StoredTensors
@@ -114,6 +114,12 @@ class CodedTensor(torch.Tensor):
     def from_form(cls, form: Stored, parts: Mapping[str, Tensor]) -> "CodedTensor":
         """Wrap a stored tensor, with values in fp32."""
         return cls((Codes.from_form(form, parts),), form.shape, torch.float32)
+
+    @classmethod
+    def from_values(cls, name: str, values: Tensor, inputs: InputRounding) -> "CodedTensor":
+        """Wrap decoded values in fp32, so that inputs of products with them are rounded."""
+        codes = Codes.from_form(Kept(name=name, shape=tuple(values.shape), dtype="F32"), {name: values})
+        return cls((replace(codes, inputs=inputs),), codes.form.shape, torch.float32)
 
     @classmethod
     def from_files(cls, source: StoredTensors, name: str, *, rounds_inputs: bool = False) -> "CodedTensor":

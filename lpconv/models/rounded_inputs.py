@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lpconv.formats.scale import pow2_ceil, pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.quantise import fake_quantise
-from lpconv.layers import is_same_name
 
 _FLOATS = {8: "e4m3fn", 4: "e2m1"}
 _STRATEGIES = ("tensor", "token", "group", "tensor_group")
@@ -83,14 +82,3 @@ class InputRounding:
             power = pow2_floor(largest)
             scale = torch.where(largest < _UP * power, power, 2 * power) * 2.0**-self.format.max_exponent
         return scale.clamp(min=_SMALLEST)
-
-
-def round_inputs(model: nn.Module, roundings: Mapping[str, InputRounding]) -> int:
-    """Round the inputs of a model's linear layers, by the name of the weight; returns the number of layers found."""
-    num_found = 0
-    for name, module in model.named_modules():
-        named = (w for w in roundings if is_same_name(f"{name}.weight", w))
-        if isinstance(module, nn.Linear) and (weight := next(named, None)) is not None:
-            module.register_forward_pre_hook(lambda _, args, rounding=roundings[weight]: (rounding(args[0]),))
-            num_found += 1
-    return num_found

@@ -38,10 +38,7 @@ def test_an_interval_is_students() -> None:
     found = estimate_mean([1.0, 2.0, 3.0])
     assert found.value == 2
     assert found.high - found.value == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)  # t of two degrees of freedom
-
-
-def test_one_window_says_nothing_about_another() -> None:
-    assert estimate_mean([0.1]).high == math.inf
+    assert estimate_mean([0.1]).high == math.inf  # one window says nothing about another
 
 
 def ends(last: float, *, half: float | None = None, kept: float = 1.0) -> Ends:
@@ -52,6 +49,7 @@ def test_a_new_run_varies_as_those_of_other_seeds_did() -> None:
     found = outlook([ends(0.0), ends(0.1), ends(0.2)], steps=8, horizon=8)
     assert found.value == pytest.approx(0.1)
     assert found.high - 0.1 == pytest.approx(4.303 * 0.1 * math.sqrt(1 + 1 / 3), rel=1e-3)  # a new run beside three
+    assert outlook([ends(0.1)], steps=8, horizon=8).high == math.inf  # nothing is certain from one seed
 
 
 def test_the_drift_is_that_of_the_second_half() -> None:
@@ -68,10 +66,6 @@ def test_the_least_that_an_upper_end_can_be_has_no_spread_of_seeds() -> None:
     seeds = [replace(ends(x, kept=0.8), half=x - 0.01) for x in (0.0, 0.1, 0.2)]
     assert least_high(seeds, steps=8, horizon=8) == pytest.approx(0.1)
     assert least_high(seeds, steps=8, horizon=32) == pytest.approx(0.1 + 2 * 0.01 + 2 * 0.2 * 0.5)
-
-
-def test_from_one_seed_nothing_is_certain() -> None:
-    assert outlook([ends(0.1)], steps=8, horizon=8).high == math.inf
 
 
 def test_a_longer_training_widens_by_drift_and_by_updates_that_were_lost() -> None:
