@@ -8,6 +8,10 @@ from lpconv.results import Series
 
 # Series have different shapes, so that they can be told apart without colour.
 SYMBOLS = ("circle", "square", "triangle", "diamond", "tip", "bar")
+HEAT_WORDS = (
+    "Percentage of elements that become zero (orange) or, with an arrow, exceed the range (red). A cell without a "
+    "number loses less than 0.5 %, a grey cell nothing."
+)
 _TICKS = 5
 _MAX_DIGITS = 4  # digits after the point
 _FLAT = 1e-5  # relative range below which values count as constant plus noise

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
 
-from lpconv.report.charts import Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
+from lpconv.report.charts import HEAT_WORDS, Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
 from lpconv.report.compare import compare_document
 from lpconv.report.document import (
     Bullets,
@@ -51,10 +51,6 @@ _PRODUCTS = {
 }
 _WORST = 5
 _CURVES = ("eval_loss", "eval_accuracy")
-_HEAT_WORDS = (
-    "Percentage of elements that became zero (orange) or, with an arrow, exceeded the range (red). A cell without "
-    "a number lost less than 0.5 %, a grey cell nothing."
-)
 _LEFT_OUT = (
     "Estimated peaks of the forward and backward pass. Temporary tensors of the optimizer and the device's own memory "
     "are not included. To publish the model, the first process gathers it in fp32 in CPU memory."
@@ -377,7 +373,7 @@ def finetune_document(result: FinetuneResult) -> Document:
             section("Before the first step and after the last", held_out_table(result), held_out_words(result)),
             section("During training", Bullets(lines=diagnostics(result))),
             section("Where most was lost", Bullets(lines=worst_tracked(result))),
-            section("Elements lost, by layer and step", _heat_map(result), _HEAT_WORDS, only="page"),
+            section("Elements lost, by layer and step", _heat_map(result), HEAT_WORDS, only="page"),
             section("Loss change by layer; negative helped", _layer_table(result)),
             section("Memory of a step at its peak", _memory_table(result)),
         ),
@@ -614,7 +610,18 @@ def _heat_map(result: FinetuneResult) -> HeatMap | None:
         description=f"At worst {lost_text(worst)}.",
         blocks=tuple(ROLE_WORDS[role] for role in roles),
         columns=tuple(str(step) for step in steps),
-        losses=tuple(_loss(t) for t in tracked if t.step in steps),
+        losses=tuple(
+            Loss(
+                layer=t.layer,
+                block=ROLE_WORDS[t.role],
+                column=str(t.step),
+                underflow=t.underflow,
+                overflow=t.overflow,
+                title=f"{ROLE_WORDS[t.role]} of {t.layer} at step {t.step} in {t.format}",
+            )
+            for t in tracked
+            if t.step in steps
+        ),
     )
 
 
@@ -622,17 +629,6 @@ def _thin_out(steps: list[int], most: int) -> list[int]:
     if len(steps) <= most:
         return steps
     return [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
-
-
-def _loss(t: TrackedRecord) -> Loss:
-    return Loss(
-        layer=t.layer,
-        block=ROLE_WORDS[t.role],
-        column=str(t.step),
-        underflow=t.underflow,
-        overflow=t.overflow,
-        title=f"{ROLE_WORDS[t.role]} of {t.layer} at step {t.step} in {t.format}",
-    )
 
 
 def _gap_chart(named: Sequence[tuple[str, FinetuneResult]], metric: str) -> Chart | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.report.charts import Axis, Bar, Box, Chart, HeatMap, Loss, Mark, Tick, bar_chart, stepped_axis
+from lpconv.report.charts import HEAT_WORDS, Axis, Bar, Box, Chart, HeatMap, Loss, Mark, Tick, bar_chart, stepped_axis
 from lpconv.report.document import (
     Bullets,
     Cell,
@@ -20,7 +20,7 @@ from lpconv.report.document import (
     sections_of,
 )
 from lpconv.report.numbers import MISSING, count_text, number_text, plural, power_text, share_text, sqnr_text
-from lpconv.results import FormatRates, ProbedRecord, ProbeReport
+from lpconv.results import ProbedRecord, ProbeReport
 
 _MAX_UNDERFLOW = 1e-3  # target of the loss scale recommendation
 
@@ -34,10 +34,6 @@ _NOISE_WORDS = (
     "(arXiv 2505.19115). Measure with the batch of your training: both change with its size."
 )
 _EXPONENT_WORDS = "Elements by exponent over all layers, above the range of each format."
-_HEAT_WORDS = (
-    "Percentage of elements that become zero (orange) or, with an arrow, exceed the range (red), at loss scale "
-    "1. A cell without a number loses less than 0.5 %, a grey cell nothing."
-)
 _TENSOR_WORDS = (
     "SQNR in dB at loss scale 1. “Held by” uses the recommended loss scale for gradients; formats in brackets hold "
     "the tensor with a scale for it."
@@ -71,7 +67,9 @@ def probe_document(report: ProbeReport) -> Document:
             _loss_scale_section(report),
             _fit_section(report),
             section("Ranges of values", *exponent_charts(report), _EXPONENT_WORDS, only="page"),
-            section("Elements lost, by layer and class", heat_map(report), _HEAT_WORDS, only="page"),
+            section(
+                "Elements lost, by layer and class", heat_map(report), f"At loss scale 1. {HEAT_WORDS}", only="page"
+            ),
             _tensor_section(report),
         ),
         facts=_facts(report),
@@ -397,12 +395,16 @@ def heat_map(report: ProbeReport) -> HeatMap | None:
         description=" ".join(parts),
         blocks=tuple(report.formats[i] for i in shown),
         columns=report.classes,
-        losses=tuple(_loss(t, t.plain[i], report.formats[i]) for i in shown for t in report.tensors),
-    )
-
-
-def _loss(t: ProbedRecord, rates: FormatRates, block: str) -> Loss:
-    title = f"{t.words} of {t.layer} in {rates.format}"
-    return Loss(
-        layer=t.layer, block=block, column=t.words, underflow=rates.underflow, overflow=rates.overflow, title=title
+        losses=tuple(
+            Loss(
+                layer=t.layer,
+                block=report.formats[i],
+                column=t.words,
+                underflow=t.plain[i].underflow,
+                overflow=t.plain[i].overflow,
+                title=f"{t.words} of {t.layer} in {report.formats[i]}",
+            )
+            for i in shown
+            for t in report.tensors
+        ),
     )

@@ -173,20 +173,8 @@ def compare_outputs(
     why = _why_not_measurable(wanted)
     if why is not None:
         return LogitsCheck(skipped=f"not measurable: {why}", model_class=model, inputs=inputs)
-    finite = torch.isfinite(wanted)
-    reference = wanted[finite].double()
-    difference = reference - got[finite].double()
-    log_p, log_q = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
-    return LogitsCheck(
-        max_abs_diff=float(difference.abs().max()),
-        rel_error=float(difference.norm() / reference.norm()),
-        bit_equal=torch.equal(wanted, got),
-        top1_agreement=float((wanted.argmax(-1) == got.argmax(-1)).double().mean()),
-        mean_kl=float(_divergence(log_p, log_q).mean()),
-        model_class=model,
-        inputs=inputs,
-        is_text=is_text,
-    )
+    rows = (x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (wanted, got))
+    return replace(_check_of(_compare_tokens(*rows)), model_class=model, inputs=inputs, is_text=is_text)
 
 
 def _why_not_measurable(wanted: Tensor) -> str | None:
@@ -259,15 +247,20 @@ def compare_on_text(
         total = _TokenSums()
         for ids, hidden, following in _token_slices(bodies, tokens.windows, vocabulary_size(config)):
             expected, actual = (_text_logits(m, ids, h) for m, h in zip((source, converted), hidden, strict=True))
-            for i in range(0, len(following), _EXACT):
-                part = slice(i, i + _EXACT)
-                total += _compare_tokens(expected[part], actual[part], following[part] if has_next else None)
+            total += _compare_tokens(expected, actual, following if has_next else None)
             progress.advance(ids.numel())
         words = f"{data.name}, {total.num} tokens in windows of {length}"
         if not math.isfinite(total.signal) or total.signal == 0:
             raise InputError("the source's outputs on the text are not finite or all zero", hint=_HINT)
-        check = _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
-        return replace(check, rounded_inputs=rounding_words(converted)), layers.sqnrs_db
+        check = replace(
+            _check_of(total),
+            reverse_kl=total.back / total.num,
+            model_class=type(converted).__name__,
+            inputs="; ".join((words, *tokens.doubts)),
+            is_text=True,
+            rounded_inputs=rounding_words(converted),
+        )
+        return check, layers.sqnrs_db
 
 
 class _Layers:
@@ -315,19 +308,15 @@ class _Layers:
         return CodedTensor(pieces, tuple(weight.shape), weight.dtype)
 
 
-def _text_check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
+def _check_of(total: _TokenSums) -> LogitsCheck:
     return LogitsCheck(
         max_abs_diff=total.largest,
         rel_error=math.sqrt(total.error / total.signal),
         bit_equal=total.equal,
         top1_agreement=total.same / total.num,
         mean_kl=total.kl / total.num,
-        reverse_kl=total.back / total.num,
         perplexity=_exp(total.loss / total.num_next) if total.num_next else None,
         source_perplexity=_exp(total.source_loss / total.num_next) if total.num_next else None,
-        model_class=model,
-        inputs=inputs,
-        is_text=True,
     )
 
 
@@ -397,12 +386,20 @@ def _text_logits(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
     return out
 
 
-def _compare_tokens(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _TokenSums:
+def _compare_tokens(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None = None) -> _TokenSums:
+    """Compare logits in fp64, of a few tokens at a time; `following_T` has the next ids, -1 for unknown ones."""
+    ids = torch.full((len(wanted_TV),), -1) if following_T is None else following_T
+    slices = zip(*(torch.split(t, _EXACT) for t in (wanted_TV, got_TV, ids)), strict=True)
+    return sum((_compare_slice(*part) for part in slices), _TokenSums())
+
+
+def _compare_slice(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor) -> _TokenSums:
     x, y = wanted_TV.double(), got_TV.double()
     log_p, log_q = x.log_softmax(-1), y.log_softmax(-1)
-    finite = torch.isfinite(x)
-    difference = (x - y)[finite]
-    sums = _TokenSums(
+    finite, known = torch.isfinite(x), following_T >= 0
+    difference, at = (x - y)[finite], following_T[known].unsqueeze(1)
+    loss, source_loss = (-float(p[known].gather(1, at).sum()) for p in (log_q, log_p))
+    return _TokenSums(
         num=len(x),
         kl=float(_divergence(log_p, log_q).sum()),
         back=float(_divergence(log_q, log_p).sum()),
@@ -410,11 +407,8 @@ def _compare_tokens(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | Non
         error=float(difference.square().sum()),
         signal=float(x[finite].square().sum()),
         largest=float(difference.abs().max()) if difference.numel() else 0.0,
-        equal=torch.equal(x, y),
+        equal=torch.equal(wanted_TV, got_TV),
+        num_next=int(known.sum()),
+        loss=loss,
+        source_loss=source_loss,
     )
-    known = None if following_T is None else following_T >= 0
-    if following_T is None or known is None or not known.any():
-        return sums
-    at = following_T[known].unsqueeze(1)
-    losses = [-float(p[known].gather(1, at).sum()) for p in (log_q, log_p)]
-    return sums + _TokenSums(num_next=int(known.sum()), loss=losses[0], source_loss=losses[1])

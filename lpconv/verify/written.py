@@ -6,7 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError, problem_text
+from lpconv.errors import (
+    InputError,
+    LpconvError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    problem_text,
+)
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.gates import Gate, needs_logits, with_gates
@@ -168,18 +176,9 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     try:
         if not job.memory.in_files:
             check_model(job.plain)
-    except LpconvError as e:
-        if not automatic:
-            raise
-        return LogitsCheck(skipped=e.message)
-    try:
-        return check_logits(
-            job.checkpoint,
-            directory,
-            trust_remote_code=job.plan.options.trust_remote_code,
-            in_files=job.memory.in_files,
-        )
-    except UnsupportedError as e:
+        trust = job.plan.options.trust_remote_code
+        return check_logits(job.checkpoint, directory, trust_remote_code=trust, in_files=job.memory.in_files)
+    except (UnsupportedError, ResourceError) as e:
         if not automatic:
             raise
         return LogitsCheck(skipped=e.message)
