@@ -230,7 +230,8 @@ def _provenance_section(result: ConvertResult) -> Section | None:
     if (calibration := result.calibration) is not None:
         windows = f"{count_text(calibration.num_tokens)} tokens in windows of {calibration.seq_len}"
         facts["Calibrated on"] = f"{calibration.text}, {windows}, SHA-256 {calibration.sha256}"
-    facts |= {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
+    given = {name: value for name, value in sorted(result.options.items()) if value not in (None, "", [], ())}
+    facts |= {f"Option {name}": _option_text(value) for name, value in given.items()}
     files = [("source", f) for f in result.source.files] + [("output", f) for f in result.files]
     rows = tuple((f.name, part, size_text(f.size_bytes), f.sha256 or "not read") for part, f in files)
     table = Table(columns=("File", "<Part", "Size", "<SHA-256"), rows=rows, has_names=True)
@@ -238,12 +239,9 @@ def _provenance_section(result: ConvertResult) -> Section | None:
 
 
 def _option_text(value: object) -> str:
-    """The value of an option as text; a dash if there is none."""
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_option_text, value)) or MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return MISSING if value is None or value == "" else str(value)
+        return ", ".join(map(_option_text, value))
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def form_name(result: ConvertResult) -> str:

@@ -197,7 +197,7 @@ def _progress(result: FinetuneResult, role: str) -> str:
             text += f", {figure_text(h.metric, h.baseline)} by {guess(result)}"
         if h.standard_error is not None:
             errors = (_error_text(h.metric, x) for x in (h.standard_error, h.change_error))
-            text += " (standard error {}, of the change {})".format(*errors)
+            text += ", standard error {}, of the change {}".format(*errors)
         parts.append(text)
     return "; ".join(parts)
 
@@ -397,7 +397,7 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     tiles = []
     if result.gaps:
         g = headline_gap(result)
-        detail = f"{metric_name(g.metric)} {figure_text(g.metric, g.run)}, and {figure_text(g.metric, g.twin)}"
+        detail = f"{metric_name(g.metric)}: {figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}"
         tiles.append(Tile(label=f"Gap to {result.twin}", figure=noise_text(g), detail=detail))
     for h in result.held_out if result.source else ():
         before, after = (figure_text(h.metric, x) for x in (h.before, h.after))

@@ -137,8 +137,8 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
     """Outputs of both models: metric, value, meaning; rows without a value are left out."""
     kl = logits.mean_kl
     rows = (
-        ("KL divergence", MISSING if kl is None else f"{kl:.2g}", f"nats per position: {kl_words(kl or 0)}"),
-        ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
+        ("KL divergence", number_text(kl, 2), f"nats per position: {kl_words(kl or 0)}"),
+        ("KL divergence, back", number_text(logits.reverse_kl, 2), "from this model to the other one"),
         ("Same top prediction", percent(logits.top1_agreement), "of positions"),
         ("Perplexity", number_text(logits.perplexity, 4), "of the next token, this model"),
         ("Perplexity, other", number_text(logits.source_perplexity, 4), "of the next token, the model compared with"),
@@ -172,7 +172,7 @@ def _worst_table(tensors: Sequence[ComparedTensor]) -> Table:
 
 def _of_layers(tensors: Sequence[ComparedTensor]) -> dict[str, list[float | None]]:
     """SQNR of the inputs and outputs of layers, in dB, by a heading; empty if they were not measured."""
-    columns = {"of inputs": [t.input_sqnr_db for t in tensors], "of output": [t.output_sqnr_db for t in tensors]}
+    columns = {"Inputs": [t.input_sqnr_db for t in tensors], "Output": [t.output_sqnr_db for t in tensors]}
     return {heading: column for heading, column in columns.items() if any(x is not None for x in column)}
 
 
