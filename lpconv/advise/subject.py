@@ -16,6 +16,7 @@ from lpconv.advise.options import NO_TEXT, AdviseOptions
 from lpconv.convert.apply import decoded_tensors
 from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
+from lpconv.forms import Kept
 from lpconv.layouts import LAYOUTS
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_state
@@ -146,11 +147,13 @@ def open_converted(
         job_of(subject, settings) as job,
         tempfile.TemporaryDirectory() as folder,
         Staging(Path(folder) / "advised", {}, force=False) as staging,
-        with_error_feedback(job, staging, progress) as final,
+        with_error_feedback(job, staging, progress) as rounded,
     ):
-        state, records = decoded_tensors(final, progress, phase=phase)
-        rounded = {n: CodedTensor.from_values(n, state[n], how) for n, how in roundings_of(job).items()}
-    return subject.with_tensors(state | rounded), records
+        state, records = decoded_tensors(rounded, progress, phase=phase)
+        for name, inputs in roundings_of(job).items():
+            form = Kept(name=name, shape=tuple(state[name].shape), dtype="F32")
+            state[name] = CodedTensor.from_form(form, {name: state[name]}, inputs=inputs)
+    return subject.with_tensors(state), records
 
 
 def roundings_of(job: Job) -> dict[str, InputRounding]:

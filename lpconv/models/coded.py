@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.core_model_loading import WeightRenaming
 
 from lpconv.errors import UnsupportedError
-from lpconv.forms import Component, Kept, Stored
+from lpconv.forms import Component, Stored
 from lpconv.forms.blocks import buffer_view
 from lpconv.kernels.buffers import Buffers
 from lpconv.layouts.reader import StoredTensors
@@ -50,8 +50,8 @@ _HINT = "open the model without resident=True to train or change it"
 class Codes:
     """Numbers `start` to `stop` of a stored tensor. `parts` are its components by name.
 
-    With `source` the components stay in its files, and are read on use. With `inputs`, inputs of a product with the
-    weight are rounded first.
+    With `source`, which must stay open, the components are read from its files on use. With `inputs`, inputs of a
+    product with the weight are rounded first.
     """
 
     form: Stored
@@ -111,23 +111,16 @@ class CodedTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def from_form(cls, form: Stored, parts: Mapping[str, Tensor]) -> "CodedTensor":
-        """Wrap a stored tensor, with values in fp32."""
-        return cls((Codes.from_form(form, parts),), form.shape, torch.float32)
-
-    @classmethod
-    def from_values(cls, name: str, values: Tensor, inputs: InputRounding) -> "CodedTensor":
-        """Wrap decoded values in fp32, so that inputs of products with them are rounded."""
-        codes = Codes.from_form(Kept(name=name, shape=tuple(values.shape), dtype="F32"), {name: values})
-        return cls((replace(codes, inputs=inputs),), codes.form.shape, torch.float32)
-
-    @classmethod
-    def from_files(cls, source: StoredTensors, name: str, *, rounds_inputs: bool = False) -> "CodedTensor":
-        """Wrap a tensor of a checkpoint that stays in its files, which must remain open; values in fp32."""
-        form = source.forms[name]
-        asked = source.inputs_of(name) if rounds_inputs else None
-        inputs = None if asked is None else InputRounding.of(*asked)
-        codes = Codes(form=form, parts={}, start=0, stop=form.num_elements, source=source, inputs=inputs)
+    def from_form(
+        cls,
+        form: Stored,
+        parts: Mapping[str, Tensor],
+        *,
+        source: StoredTensors | None = None,
+        inputs: InputRounding | None = None,
+    ) -> "CodedTensor":
+        """Wrap a stored tensor, with values in fp32; arguments are those of `Codes`."""
+        codes = replace(Codes.from_form(form, parts), source=source, inputs=inputs)
         return cls((codes,), form.shape, torch.float32)
 
     @property

@@ -18,6 +18,7 @@ from lpconv.layouts import READ
 from lpconv.layouts.reader import StoredTensors, open_readable, stored_shapes
 from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
+from lpconv.models.rounded_inputs import InputRounding
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.progress import quiet_transformers
 from lpconv.report.numbers import code_list, plural
@@ -202,7 +203,9 @@ def _coded_in_files(stored: StoredTensors, name: str, *, rounds_inputs: bool) ->
     form = stored.forms[name]
     if len(form.shape) < 2 or (form.is_kept and form.data[0].dtype not in ("F64", "F32", "F16", "BF16")):
         return stored.tensor(name)
-    return CodedTensor.from_files(stored, name, rounds_inputs=rounds_inputs)
+    asked = stored.inputs_of(name) if rounds_inputs else None
+    inputs = None if asked is None else InputRounding.of(*asked)
+    return CodedTensor.from_form(form, {}, source=stored, inputs=inputs)
 
 
 def _coded_in_memory(stored: StoredTensors, name: str) -> Tensor:
