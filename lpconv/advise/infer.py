@@ -36,7 +36,7 @@ from lpconv.student import estimate_mean
 from lpconv.verify.outputs import compare_outputs, outputs_of, verification_inputs
 
 NO_TIME = "there was no time left to try it"
-SAMPLE = 2**13  # elements per tensor
+_SAMPLE = 2**13  # elements per tensor
 # The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
 # kept. With error probabilities of 1 % each and 2 % at the end, the decision is right in 95 % of cases (Bonferroni).
 _LOOKS = (8, 16, 32, 64)
@@ -168,7 +168,7 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
     try:
         with job_of(trial.subject, settings) as job:
             rounded = next((r.words for r in roundings_of(job).values()), None)
-            noise = noise_of_sample(job, elements=SAMPLE)
+            noise = noise_of_sample(job, elements=_SAMPLE)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))

@@ -2,11 +2,12 @@
 
 `--bits` chooses a format for each part, so that converted weights have at most so many bits on average, with scales. A
 part is a tensor, the weights that readers fuse, or the experts of a layer. The cost of each is measured in the widest
-format that all of them can have, by converting that part alone. In other formats it is taken to change as the noise of
-the weights does. All parts start in the narrowest format, and the one that saves the most divergence per additional
-byte gets the next wider one, until the bits are used up.
+integers that all of them can have, by converting that part alone; each additional bit is taken to divide it by 4, as it
+does the noise of the weights. All parts start in the narrowest format, and steps to the next wider one are taken by the
+divergence that they save per bit, until the bits are used up.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,9 +18,7 @@ import torch
 from torch import Tensor
 
 from lpconv.advise.candidates import Settings, convert_options, describe_conversion
-from lpconv.advise.infer import SAMPLE
 from lpconv.advise.subject import Subject, job_of, open_converted
-from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import UsageError
 from lpconv.layers import is_same_name
 from lpconv.layouts.linears import format_groups, group_pattern
@@ -32,91 +31,80 @@ from lpconv.results import LayerPart, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.verify.outputs import compare_outputs, outputs_of
 
-_WIDTHS = ("int2", "int3", "int4", "int5", "int6", "int8")
+_INTEGERS = {n: f"int{n}" for n in (2, 3, 4, 5, 6, 8)}
 _WINDOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Width:
-    """A format for parts: the bytes of each converted tensor in it, and the noise-to-signal ratio of the weights."""
-
-    format: str
-    sizes: Mapping[str, int]
-    noise: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Widths to choose from for each part, narrowest first, the bytes available, and the settings of the conversion.
+    """Formats to choose from by their bits, and the bits per weight to add to the narrowest.
 
-    Integers have one scale for as many numbers of a row as `convert` would choose.
+    `settings` are those of the conversion without a format, `elements` the sizes of the tensors that it converts.
     """
 
     settings: Settings
-    widths: tuple[Width, ...]
-    most_bytes: float
+    formats: Mapping[int, str]
+    elements: Mapping[str, int]
+    spare: float
 
     @property
-    def base(self) -> Width:
-        """The widest integers that all parts can have."""
-        return [w for w in self.widths[:-1] if sum(w.sizes.values()) <= self.most_bytes][-1]
+    def base(self) -> int:
+        """The bits of the widest integers that all parts can have."""
+        return max(bits for bits in _INTEGERS if bits - min(_INTEGERS) <= self.spare)
 
 
 def choice_for(subject: Subject, bits: float) -> Choice:
-    """The choice for `bits` per converted weight. Raises UsageError, with the minimum, if these are too few."""
-    options, _ = suited_options(convert_options({"format": _WIDTHS[0]}), subject.prepared.checkpoint)
+    """The choice for `bits` per converted weight. Raises UsageError, with the minimum, if these are too few.
+
+    Rows have as many scales as `convert` would choose.
+    """
+    narrowest = _INTEGERS[min(_INTEGERS)]
+    options, _ = suited_options(convert_options({"format": narrowest}), subject.prepared.checkpoint)
     settings = {"method": "unit", "granularity": options.granularity, "scale": "search"}
-    widths = []
-    for fmt in _WIDTHS:
-        with job_of(subject, settings | {"format": fmt}) as job:
-            tensors = [t for t in job.plan.tensors if t.format is not None and t.format.name == fmt]
-            sizes = {t.name: t.bytes_out for t in tensors}
-            widths.append(Width(format=fmt, sizes=sizes, noise=noise_of_sample(job, elements=SAMPLE)))
-    weights = max(sum(t.info.num_elements for t in tensors), 1)
-    raised = "fp16" if any(DTYPE_BITS[t.info.dtype] > 16 for t in tensors) else "keep"
-    sizes = {t.name: 2 * t.info.num_elements + 4 for t in tensors}  # and a scale, if there is one
-    widths.append(Width(format=raised, sizes=sizes))
-    if (least := 8 * sum(widths[0].sizes.values()) / weights) > bits:
-        least_text = f"{math.ceil(100 * least) / 100:.2f}"
+    with job_of(subject, settings | {"format": narrowest}) as job:
+        tensors = [t for t in job.plan.tensors if t.format is not None and t.format.name == narrowest]
+    elements = {t.name: t.info.num_elements for t in tensors}
+    least = 8 * sum(t.bytes_out for t in tensors) / max(sum(elements.values()), 1)
+    if least > bits:
+        known = f"{math.ceil(100 * least) / 100:.2f}"
         raise UsageError(
-            f"--bits {bits:g}: {_WIDTHS[0]} takes {least_text} bits per weight with its scales",
-            hint=f"pass --bits {least_text} or more",
+            f"--bits {bits:g}: {narrowest} takes {known} bits per weight with its scales",
+            hint=f"pass --bits {known} or more",
         )
-    return Choice(settings=settings, widths=tuple(widths), most_bytes=bits / 8 * weights)
+    wide = "fp16" if any(DTYPE_BITS[t.info.dtype] > 16 for t in tensors) else "keep"
+    return Choice(settings=settings, formats=_INTEGERS | {16: wide}, elements=elements, spare=bits - least)
 
 
 def mixed_conversion(subject: Subject, choice: Choice, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
     """(name, settings) of the conversion with the chosen format for each part; parts not measured get the base."""
-    base = choice.settings | {"format": choice.base.format}
+    base = choice.settings | {"format": choice.formats[choice.base]}
     model, records = open_converted(subject, base, progress)
     parts, _ = parts_of(subject, model, records, deadline, progress)
-    chosen = choose_widths(parts, choice, metric=subject.metric)
-    rules = [f"{part}={width.format}" for part, width in chosen.items() if width is not choice.base]
+    chosen = choose_bits(parts, choice, metric=subject.metric)
+    rules = [f"{part}={choice.formats[bits]}" for part, bits in chosen.items() if bits != choice.base]
     name = f"{describe_conversion(base)}, and {len(rules)} of {len(chosen)} parts in other formats"
     return name, base | {"rules": rules}
 
 
-def choose_widths(parts: Sequence[LayerPart], choice: Choice, *, metric: str) -> dict[str, Width]:
-    """The width for each part, greedily. Relative errors of outputs add up in squares."""
+def choose_bits(parts: Sequence[LayerPart], choice: Choice, *, metric: str) -> dict[str, int]:
+    """The bits of each part, greedily. Relative errors of outputs add up in squares."""
     power = 1 if metric == "loss" else 2
-    groups = {group_pattern(names): names for names in format_groups(choice.base.sizes)}
-    sizes = {part: [sum(w.sizes[n] for n in names) for w in choice.widths] for part, names in groups.items()}
-    costs = {p.tensor: p.divergence**power / (choice.base.noise or 1.0) for p in parts if p.tensor in sizes}
-    places = dict.fromkeys(costs, 0)
-    left = choice.most_bytes - sum(sizes[p][places.get(p, choice.widths.index(choice.base))] for p in sizes)
+    groups = {group_pattern(names): names for names in format_groups(choice.elements)}
+    elements = {part: sum(choice.elements[n] for n in names) for part, names in groups.items()}
+    costs = {p.tensor: p.divergence**power for p in parts if p.tensor in elements}
+    chosen = {part: min(choice.formats) if part in costs else choice.base for part in elements}
+    left = sum(n * (choice.spare + min(choice.formats) - chosen[part]) for part, n in elements.items())
+    steps = [(part, low, high) for part in costs for low, high in itertools.pairwise(choice.formats)]
 
-    def added(part: str) -> float:
-        return sizes[part][places[part] + 1] - sizes[part][places[part]]
+    def gain(step: tuple[str, int, int]) -> float:
+        part, low, high = step
+        return costs[part] * (4.0**-low - 4.0**-high) / (elements[part] * (high - low))
 
-    def gain(part: str) -> float:
-        noise, less = (choice.widths[places[part] + i].noise for i in (0, 1))
-        return costs[part] * (noise - less) / max(added(part), 1)
-
-    while raised := [p for p, place in places.items() if place + 1 < len(choice.widths) and added(p) <= left]:
-        part = max(raised, key=gain)
-        left -= added(part)
-        places[part] += 1
-    return {part: choice.widths[place] for part, place in places.items()}
+    for part, low, high in sorted(steps, key=gain, reverse=True):
+        if chosen[part] == low and elements[part] * (high - low) <= left:
+            chosen[part] = high
+            left -= elements[part] * (high - low)
+    return chosen
 
 
 def parts_of(

@@ -148,7 +148,7 @@ def _infer(
 
 def _measure_mixed(trial: Trial, choice: Choice, limit: Deadline) -> Iterator[Sequence[AdviceRow]]:
     """Yield the conversion to the widest format that all parts can have, then the one with a format for each part."""
-    base = choice.settings | {"format": choice.base.format}
+    base = choice.settings | {"format": choice.formats[choice.base]}
     yield [measure_conversion(trial, describe_conversion(base), base, limit.part(1 / 4))]
     name, settings = mixed_conversion(trial.subject, choice, limit.part(1 / 2), limit)
     yield [measure_conversion(trial, name, settings, limit)]
