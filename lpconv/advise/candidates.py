@@ -9,7 +9,7 @@ from typing import Any
 from lpconv.advise.options import Budget
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
-from lpconv.formats.spec import FORMATS, INTEGERS
+from lpconv.formats.spec import FORMATS, INTEGERS, Format
 from lpconv.layouts import SCHEMES
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
@@ -41,8 +41,8 @@ def conversions(runtime: str | None = None) -> dict[str, Settings]:
     else:  # schemes with calibrated input scales store the same weights as others; mxfp4 is for gpt-oss alone
         opened = {n: s for n, s in SCHEMES.items() if s.is_opened_by(runtime)}
         chosen = [{"scheme": n} for n, s in opened.items() if not s.calibrated and s.layout != "mxfp4"]
-    likely_first = sorted(chosen, key=lambda settings: abs(_bits(settings) - 8))
-    better = (settings if _bits(settings) > 4 else with_search(settings) for settings in likely_first)
+    likely_first = sorted(chosen, key=lambda settings: abs(number_of(settings).storage_bits - 8))
+    better = (s if number_of(s).storage_bits > 4 else with_search(s) for s in likely_first)
     return {describe_conversion(settings): settings for settings in better}
 
 
@@ -57,13 +57,9 @@ def _all_conversions() -> list[Settings]:
     return list(candidates.values())
 
 
-def number_of(settings: Settings) -> str:
+def number_of(settings: Settings) -> Format:
     """The format of a conversion's numbers."""
-    return str(SCHEMES[settings["scheme"]].format if "scheme" in settings else settings["format"])
-
-
-def _bits(settings: Settings) -> int:
-    return FORMATS[number_of(settings)].storage_bits
+    return FORMATS[SCHEMES[settings["scheme"]].format if "scheme" in settings else settings["format"]]
 
 
 def with_search(settings: Settings) -> Settings:

@@ -28,7 +28,6 @@ from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
-from lpconv.formats.spec import FORMATS
 from lpconv.models.inputs import vocabulary_size
 from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import AdviceRow, GapEstimate, PeakRecord
@@ -172,7 +171,7 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
-    is_narrow = FORMATS[number_of(settings)].storage_bits <= 16 and "residual" not in settings  # opens in 16 bits
+    is_narrow = number_of(settings).storage_bits <= 16 and "residual" not in settings  # opens in 16 bits
     return replace(row, **trial.forecasts["bf16" if is_narrow else "fp32"])
 
 

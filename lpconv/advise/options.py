@@ -92,9 +92,7 @@ class AdviseOptions:
         Gt(2),
         Lt(16),
         Option(
-            "Most bits per converted weight on average, with scales; each layer then gets its own format",
-            default="one format for all",
-            example="4.5",
+            "Average bits per converted weight; formats differ by layer", default="one format for all", example="4.5"
         ),
     ] = None
     batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8

@@ -118,7 +118,7 @@ def parts_of(
     own = dict(subject.model.named_parameters())
     other = {n: p.decode() if isinstance(p, CodedTensor) else p for n, p in model.named_parameters()}
     changed = [n for n in own if not torch.equal(own[n], other[n])]
-    checkpoint, converted = subject.prepared.checkpoint, _converted(records)
+    checkpoint, converted = subject.prepared.checkpoint, {r.name: r for r in records if r.action == "convert"}
     experts = linears_of(checkpoint, stored_shapes(checkpoint)).experts
     groups = ((names, _parameters_of(names, changed, experts)) for names in format_groups(converted))
     held = sorted((g for g in groups if g[1]), key=lambda g: -sum(own[n].numel() for n in g[1]))
@@ -153,10 +153,6 @@ def _divergence(
             parameters[name].data = data
     gaps = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
     return max(0.0, sum(math.inf if gap is None else gap for gap in gaps) / len(gaps))
-
-
-def _converted(records: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
-    return {r.name: r for r in records if r.action == "convert"}
 
 
 def _parameters_of(names: Sequence[str], parameters: Iterable[str], experts: Mapping[str, str]) -> list[str]:

@@ -136,17 +136,12 @@ def recipe_rows(model: Any, budget: Budget) -> list[AdviceRow]:
 
 def drop_noisy_recipes(rows: Iterable[AdviceRow], noise: Iterable[RecipeNoise]) -> list[AdviceRow]:
     """The rows, with recipes pruned whose gradients are below √3 of their rounding noise."""
-    drowned = {n.name: n for n in noise if n.is_drowned}
-    return [
-        replace(
-            row,
-            status="pruned",
-            why=f"its gradients are {drowned[row.name].ratio:.2g} times their rounding noise, less than √3",
-        )
-        if row.name in drowned
-        else row
-        for row in rows
-    ]
+    drowned = {
+        n.name: f"its gradients are {n.ratio:.2g} times their rounding noise, less than √3"
+        for n in noise
+        if n.is_drowned
+    }
+    return [replace(r, status="pruned", why=drowned[r.name]) if r.name in drowned else r for r in rows]
 
 
 def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline: Deadline) -> Iterator[AdviceRow]:
