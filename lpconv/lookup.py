@@ -8,6 +8,12 @@ from typing import TypeVar
 from lpconv.errors import InputError, LpconvError, UsageError
 
 T = TypeVar("T")
+# Methods and formats of other tools, by the beginnings of their names, and what to type instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("gptq", "awq", "autoround"), "use --scheme W4A16 --rounding gptq --calibrate self"),
+    "nf4": "use --format int4 or --format fp4",
+    **dict.fromkeys(("q4_", "q8_"), "for llama.cpp use --scheme GGUF_Q4_0 or --scheme GGUF_Q8_0"),
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -34,7 +40,8 @@ def find(what: str, name: str, table: Mapping[str, T], *, error: type[LpconvErro
     if name in table:
         return table[name]
     near = nearest(name, table)
-    hint = f"did you mean `{near}`?" if near else "known: " + (", ".join(table) or "none")
+    ours = next((typed for theirs, typed in _ELSEWHERE.items() if name.casefold().startswith(theirs)), None)
+    hint = ours or (f"did you mean `{near}`?" if near else "known: " + (", ".join(table) or "none"))
     raise error(f"unknown {what} `{name}`", hint=hint)
 
 

@@ -46,8 +46,9 @@ class Method:
         allowed, is_own = self.formats_with(grain), grain is None or not grain.formats
         fmt = get_format(name or (self.default_format if is_own else allowed[0]))
         if fmt.name not in allowed:
-            what = "" if grain is None or is_own else f" with {grain.words}"
             own_grain = default_grain(fmt.name) if self.has_granularity else None
+            one = " with one scale per tensor" if own_grain and grain is None else ""
+            what = one if grain is None or is_own else f" with {grain.words}"
             # the granularity holds for all tensors, and those of a rule should not change the others' format
             finer = own_grain if not is_of_rule else "row" if own_grain and fmt.name in INTEGERS else None
             more = f", or {fmt.name} with --granularity {finer}" if finer else ""

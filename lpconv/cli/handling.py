@@ -32,12 +32,25 @@ _ADDRESSES_MB = 700
 _WITHOUT_TORCH = ("inspect", "report", "doctor", "batch")
 
 
+# Commands of other tools, and ours.
+_ELSEWHERE = {
+    **dict.fromkeys(("quantize", "quantise", "compress"), "convert"), **dict.fromkeys(("eval", "evaluate"), "verify"),
+    "train": "finetune", "dequantize": "restore", "help": "--help",
+}  # fmt: skip
+
+
 class _Terminated(BaseException):
     """Raised when SIGTERM arrives."""
 
 
 class Commands(HelpPage, TyperGroup):
     """Group of commands that also reports parser errors as JSON under --json."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command as typer does, but answer the name that it has in other tools with ours."""
+        if args[0] not in self.commands and args[0] in _ELSEWHERE:
+            ctx.fail(f"No such command '{args[0]}'. lpconv has {_ELSEWHERE[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         """Run as typer does, but report a wrong option or argument as a JSON document under --json."""

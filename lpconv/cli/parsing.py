@@ -1,5 +1,6 @@
 """Parse the words of a command: options by other names, and flags of other tools."""
 
+import difflib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +95,9 @@ class Command(HelpPage, TyperCommand):
         known = self._options() | {"MODEL"}
         typed = error.option_name.removeprefix("--").replace("_", "-")
         ours = next((o for o in _USUAL.get(typed, ()) if o.split()[0].rstrip(",") in known), None)
-        if ours is not None:
+        if ours is None:
+            error.possibilities = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
+        else:
             ours = ours if "," in ours else ours.replace(" ", ", such as ")
             name = "takes the model as MODEL, without an option" if ours == "MODEL" else f"has {ours}"
             error.message, error.possibilities = f"{error.option_name}: lpconv {name}", None

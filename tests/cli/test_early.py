@@ -22,6 +22,7 @@ from lpconv.plan.options import ConvertOptions
 
 REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --method units": (2, "`units`"),
+    "convert demo --method AWQ": (2, "--rounding gptq"),
     "convert demo --format fp61": (2, "`fp61`"),
     "convert demo --format fp6": (2, "e5m2, "),
     "convert demo --rule *=fp9": (2, "e5m2, "),
@@ -332,9 +333,9 @@ def test_the_entrances_of_engines_load_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "suggested"),
-    [("export demo", "lpconv export onnx demo"), ("export gguf demo", "GGUF_Q8_0")],
+    [("export demo", "lpconv export onnx demo"), ("export gguf demo", "GGUF_Q8_0"), ("quantize demo", "has convert")],
 )
-def test_an_export_without_a_runtime_says_how(typed: str, suggested: str) -> None:
+def test_what_other_tools_call_otherwise_is_answered(typed: str, suggested: str) -> None:
     done = CliRunner().invoke(app, typed.split(), env={"TERMINAL_WIDTH": "120"})
     assert done.exit_code == 2
     assert suggested in done.stderr
