@@ -8,6 +8,7 @@ from typing import TypeVar
 from lpconv.errors import InputError, LpconvError, UsageError
 
 T = TypeVar("T")
+_UNFINISHED = (".partial", ".parts", ".failed")  # folders of runs
 # Methods and formats of other tools, by the beginnings of their names, and what to type instead.
 _ELSEWHERE = {
     **dict.fromkeys(("gptq", "awq", "autoround"), "use --scheme W4A16 --rounding gptq --calibrate self"),
@@ -56,7 +57,8 @@ def nearest_name(part: str, names: Iterable[str]) -> str | None:
 def nearest_sibling(path: Path) -> Path | None:
     """The sibling directory whose name is most similar to a path that does not exist, or None."""
     try:
-        near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir() and p.suffix not in _UNFINISHED]
+        near = nearest(path.name, siblings)
     except OSError:  # the parent does not exist or cannot be listed
         return None
     return path.parent / near if near else None

@@ -9,21 +9,21 @@ from typer.core import TyperGroup
 
 from lpconv.cli.command import Json, Model, Quiet, Target, print_result
 from lpconv.cli.handling import handle_failures
-from lpconv.cli.parsing import Command, help_text
+from lpconv.cli.parsing import Command, HelpPage, help_text
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 
 _CONVERTED = {"gguf": "--scheme GGUF_Q8_0", "mlx": "--scheme MLX_INT4", "vllm": "--scheme FP8_DYNAMIC"}
 
 
-class _Runtimes(TyperGroup):
+class _Runtimes(HelpPage, TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         """Find the command as typer does; for other formats, or a model in place of one, suggest the right command."""
-        if args[0].lower() in _CONVERTED:
-            model = args[1] if len(args) > 1 else "MODEL"
-            context.fail(f"`lpconv convert {model} {_CONVERTED[args[0].lower()]}` writes {args[0]}")
-        if args[0] not in self.commands and not get_close_matches(args[0], self.commands):
-            context.fail(f"`{args[0]}` is not a runtime; try `lpconv export onnx {args[0]}`")
+        name, model = args[0], next((x for x in args[1:] if x[0] != "-"), None)
+        if name.lower() in _CONVERTED:
+            context.fail(f"`lpconv convert {model or 'MODEL'} {_CONVERTED[name.lower()]}` writes {name}")
+        if name not in self.commands and not get_close_matches(name, self.commands):
+            context.fail(f"`{name}` is not a runtime; try `lpconv export onnx {model or name}`")
         return super().resolve_command(context, args)
 
 

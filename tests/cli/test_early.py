@@ -91,6 +91,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "bench vit": (4, "`ViT"),
     "bench t5": (4, "encoder"),
     "finetune no-tokenizer": (3, "tokenizer"),
+    "advise nowhere": (3, "hint: `lpconv"),
     "advise no-tokenizer": (3, "tokenizer"),
     "verify out --against no/such/source": (3, "`no/such/source`"),
     "finetune demo --warmup 2": (2, "--warmup 2.0 "),
@@ -333,7 +334,12 @@ def test_the_entrances_of_engines_load_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "suggested"),
-    [("export demo", "lpconv export onnx demo"), ("export gguf demo", "GGUF_Q8_0"), ("quantize demo", "has convert")],
+    [
+        ("export demo", "lpconv export onnx demo"),
+        ("export gguf demo", "GGUF_Q8_0"),
+        ("quantize demo", "convert."),
+        ("export trt demo", "demo`"),
+    ],
 )
 def test_what_other_tools_call_otherwise_is_answered(typed: str, suggested: str) -> None:
     done = CliRunner().invoke(app, typed.split(), env={"TERMINAL_WIDTH": "120"})
