@@ -144,26 +144,12 @@ def _read_conversion(path: Path) -> ConvertResult:
     error = document.get("error")
     if isinstance(error, dict):
         raise InputError(f"`{path}` records the error of a command: {error.get('message')}", hint=ANY_RUN)
-    if str(document.get("kind")) in _NO_RUNS:
-        raise InputError(f"`{path}` is {_NO_RUNS[document['kind']]}, not a run", hint=ANY_RUN)
-    if not {"source", "tensors"} <= document.keys():
-        raise InputError(f"`{path}` is not the record of a run", hint=ANY_RUN)
+    if document.get("kind") not in (None, "convert") or not {"source", "tensors"} <= document.keys():
+        kind = f", but of kind `{document['kind']}`" if "kind" in document else ""
+        raise InputError(f"`{path}` is not the record of a run{kind}", hint=ANY_RUN)
     return from_json(ConvertResult, document)
 
 
-# Other documents that `--json` prints, which `report` cannot show.
-_NO_RUNS = {
-    "batch": "the result of `batch`",
-    "batch-lock": "the lock file of a batch",
-    "doctor": "the result of `doctor`",
-    "inspect": "the result of `inspect`",
-    "memory_plan": "what `finetune --dry-run` estimated",
-    "onnx": "the result of `export onnx`",
-    "part": "one part of an output, by `convert --shard`",
-    "plan": "what `convert --dry-run` estimated",
-    "probe-report": "the JSON of a probe, whose output is a folder",
-    "restore": "the result of `restore`",
-}
 # Conversions last: any other report.json is read as one, and rejected then if it is none.
 _KINDS = (
     RunKind(name="Advice", kind="advice", file=ADVICE_FILE, read=read_advice, document=advice_document, page_file=PAGE),
