@@ -278,7 +278,8 @@ def check_reads_text(config: Mapping[str, Any], *, hint: str, allow_pairs: bool 
     name = str((config.get("architectures") or ["the model"])[0])
     if config.get("is_encoder_decoder") and not allow_pairs:
         raise UnsupportedError(f"`{name}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
-    if "vocab_size" not in config and {"image_size", "num_mel_bins"} & config.keys() and "text_config" not in config:
+    is_image = "image_size" in config and "vocab_size" not in config
+    if (is_image or "num_mel_bins" in config) and "text_config" not in config:
         raise UnsupportedError(f"`{name}` does not read text", hint=hint)
 
 

@@ -43,7 +43,7 @@ def find_architecture(model: str, options: InitOptions) -> Architecture:
     """Find the architecture that `model` names.
 
     Raises UsageError for a checkpoint with weights unless `reinit` is set and for a width that the heads do not divide,
-    UnsupportedError for T5 with native unit scaling, and the errors of `Checkpoint.open`.
+    UnsupportedError for a model without native rules, and the errors of `Checkpoint.open`.
     """
     place = _place(model, options)
     if isinstance(place, str):
@@ -51,13 +51,20 @@ def find_architecture(model: str, options: InitOptions) -> Architecture:
         return Architecture(name=model, place=place, settings=None)
     settings = plain_config(place) if isinstance(place, Checkpoint) else read_json(place)
     check_config(settings, place.directory if isinstance(place, Checkpoint) else place)
-    family, size = settings.get("model_type"), settings.get("d_kv", 64)
-    if options.method == "native" and family in _UNDIVIDED and isinstance(size, int) and size > _LARGEST_D_KV:
-        message = f"method native needs attention with the factor 1/√d, which {family} lacks: it would start one-hot"
-        raise UnsupportedError(message, hint=PLAIN)
+    if options.method == "native" and (lacking := _without_rule(settings)):
+        raise UnsupportedError(f"method native has no rule for {lacking}", hint=PLAIN)
     return Architecture(
         name=model, place=place, settings=resize_config(settings, width=options.width, layers=options.layers)
     )
+
+
+def _without_rule(settings: dict[str, Any]) -> str | None:
+    """The part of a model that native unit scaling has no rule for, as far as config.json tells, or None."""
+    family, size = settings.get("model_type"), settings.get("d_kv", 64)
+    if family in _UNDIVIDED and isinstance(size, int) and size > _LARGEST_D_KV:
+        return f"the attention of {family}, which lacks the factor 1/√d: it would start one-hot"
+    counts = [settings.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    return "experts" if settings.get("num_experts_per_tok") and any(counts) else None
 
 
 def _place(model: str, options: InitOptions) -> str | Path | Checkpoint:

@@ -88,6 +88,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --scheme FP8_DYNAMIC --rule *embed*=e4m3fn": (4, "mlx"),
     "verify out --against wider": (3, "`wider`"),
     "finetune vit": (4, "`ViT"),
+    "finetune whisper --task clm": (4, "`Whisper"),
+    "init moe --reinit -o fresh": (4, "experts"),
     "bench vit": (4, "`ViT"),
     "bench t5": (4, "encoder"),
     "finetune no-tokenizer": (3, "tokenizer"),
@@ -275,6 +277,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "t5": {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
         "vit": {"architectures": ["ViTForImageClassification"], "vocab_size": None, "image_size": 224},
         "bert": {"model_type": "bert"},
+        "moe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "whisper": {"architectures": ["WhisperForConditionalGeneration"], "num_mel_bins": 80},
         "llama4": {"model_type": "llama4_text"},
         "no-tokenizer": {},
     }
@@ -310,7 +314,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
         "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "experts", "foreign", "lacking",
-        "lfs", "llama4", "models", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "wider",
+        "lfs", "llama4", "models", "moe", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "whisper", "wider",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
