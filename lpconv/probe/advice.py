@@ -11,8 +11,8 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
 from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
-from lpconv.report.numbers import ROLE_WORDS, power_text
-from lpconv.report.probe import brief_share, loss_sentence
+from lpconv.report.numbers import ROLE_WORDS, power_text, share_text
+from lpconv.report.probe import loss_sentence
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 from lpconv.scaled.critical import MAX_CREST
 
@@ -135,17 +135,17 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     width = max((len(t.layer) for t, _ in worst[:limit]), default=5)
     lines = [f"{'layer':{width}}  {'tensor':15}  underflow  subnormal   overflow      SQNR"]
     for t, r in worst[:limit]:
-        shares = "".join(f"{brief_share(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
+        shares = "".join(f"{share_text(v, 1):>11}" for v in (r.underflow, r.subnormal, r.overflow))
         lines.append(f"{t.layer:{width}}  {ROLE_WORDS[t.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
     if len(worst) > limit:
         lines.append(f"and {len(worst) - limit} more with smaller losses")
     for scale in loss_scales(result, [format]).values():
         lines.append(
             f"loss scale for {format}: {power_text(scale.log2_scale)} "
-            f"(worst gradient underflow {brief_share(scale.worst_underflow_before)} at 1, "
-            f"{brief_share(scale.worst_underflow_after)} there; at most {power_text(scale.max_log2_scale)})"
+            f"(worst gradient underflow {share_text(scale.worst_underflow_before, 1)} at 1, "
+            f"{share_text(scale.worst_underflow_after, 1)} there; at most {power_text(scale.max_log2_scale)})"
         )
-    lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {brief_share(result.overhead)} overhead")
+    lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {share_text(result.overhead, 1)} overhead")
     return "\n".join(lines)
 
 

@@ -49,7 +49,11 @@ def model_card(result: ConvertResult) -> Document:
             section("What was measured", Table(columns=("figure", "value"), rows=tuple(lasting))),
             _tensor_section(result),
             verification_section(result.verify),
-            _restore_section(result),
+            section(
+                "How to get the original back",
+                Code(lines=("lpconv restore PATH -o ORIGINAL",)),
+                f"writes a plain checkpoint: kept tensors bit for bit, converted ones {_fidelity(result)}.",
+            ),
         ),
         warnings=result.warnings,
         facts={"source": source, "revision": result.source.revision or MISSING},
@@ -109,15 +113,6 @@ def _tensor_section(result: ConvertResult) -> Section | None:
         worst_table(result.tensors, _WORST), caption="The tensors with the lowest signal-to-noise ratio"
     )
     return section("Tensors", done, worst)
-
-
-def _restore_section(result: ConvertResult) -> Section | None:
-    command = Code(lines=("lpconv restore PATH -o ORIGINAL",))
-    return section(
-        "How to get the original back",
-        command,
-        f"writes a plain checkpoint: kept tensors bit for bit, converted ones {_fidelity(result)}.",
-    )
 
 
 def _fidelity(result: ConvertResult) -> str:

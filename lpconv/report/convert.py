@@ -48,13 +48,13 @@ from lpconv.report.tensors import (
     num_elements,
     output_errors,
     tensor_section,
-    worst_section,
+    worst_table,
     worst_tensors,
 )
 from lpconv.report.verify import outcome_of, outputs_tile, percent, verification_section, verify_headline
 from lpconv.results import ConvertResult, FileRecord, LogitsCheck, PartResult, PlanResult, TensorRecord
 
-_SHARDS = 8  # most files shown on a terminal
+_SHARDS, _WORST = 8, 10  # most files and tensors shown on a terminal
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
 # Figures that differ between runs of the same conversion.
 RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
@@ -79,7 +79,7 @@ def convert_document(result: ConvertResult) -> Document:
             section("", rms_chart(replace(result, tensors=listed))),
             section("Signal-to-noise ratios", flat, only="page"),
             *action_sections(result.tensors),
-            worst_section(result.tensors),
+            section("Lowest signal-to-noise", worst_table(result.tensors, _WORST), only="terminal"),
             layer_section(result.tensors),
             tensor_section(result, listed),
             section("How to open it", *opening_blocks(result, result.output)),
@@ -249,17 +249,13 @@ def form_name(result: ConvertResult) -> str:
     is_foreign, is_finer = result.options.get("layout", "lpconv") != "lpconv", has_finer_scales(result)
     alike = (n for n, s in SCHEMES.items() if s.layout and s.options.items() <= result.options.items()
              and s.calibrated == has_input_scales(result))  # fmt: skip
-    method = "" if result.method == "unit" and (is_foreign or is_finer) else method_name(result.method)
+    is_told = result.method != "unit" or not (is_foreign or is_finer)
+    method = " + ".join(_METHODS.get(part, part) for part in result.method.split("+")) if is_told else ""
     return ", ".join(filter(None, (
         next(alike, method), result.format, scale_words(result) if is_foreign or is_finer else "",
         f"{result.residual} residual" if result.residual else "",
         "error feedback" if output_errors(t.rounding for t in result.tensors) else "",
     )))  # fmt: skip
-
-
-def method_name(method: str) -> str:
-    """The method's name in its paper; parts of a compound (``unit+collage``) are translated one by one."""
-    return " + ".join(_METHODS.get(part, part) for part in method.split("+"))
 
 
 def headline(result: ConvertResult) -> str:
@@ -282,7 +278,9 @@ def conversion_summary(result: ConvertResult) -> str:
         _done_sentence(result),
         _error_sentence(result),
         _feedback_sentence(result),
-        _inputs_sentence(result),
+        f"Input scales are stored in the file, calibrated on {_text_words(result)}."
+        if has_input_scales(result)
+        else "",
     )
     return " ".join(filter(None, sentences))
 
@@ -317,13 +315,6 @@ def _text_words(result: ConvertResult) -> str:
     """Name and length of the calibration text: "8,192 tokens of plays.txt"."""
     assert result.calibration is not None
     return f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
-
-
-def _inputs_sentence(result: ConvertResult) -> str:
-    """The source of input scales; empty without them."""
-    if not has_input_scales(result):
-        return ""
-    return f"Input scales are stored in the file, calibrated on {_text_words(result)}."
 
 
 def _feedback_sentence(result: ConvertResult) -> str:

@@ -603,7 +603,9 @@ def _heat_map(result: FinetuneResult) -> HeatMap | None:
     if not any(t.underflow + t.overflow > 0 for t in tracked):
         return None
     roles = [r for r in ROLE_WORDS if any(t.role == r for t in tracked)]
-    steps = _thin_out(sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1)
+    steps, most = sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1
+    if len(steps) > most:
+        steps = [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
     worst = max(tracked, key=lambda t: t.underflow + t.overflow)
     return HeatMap(
         title="Elements lost by layer, class of tensor and step",
@@ -623,12 +625,6 @@ def _heat_map(result: FinetuneResult) -> HeatMap | None:
             if t.step in steps
         ),
     )
-
-
-def _thin_out(steps: list[int], most: int) -> list[int]:
-    if len(steps) <= most:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
 
 
 def _gap_chart(named: Sequence[tuple[str, FinetuneResult]], metric: str) -> Chart | None:

@@ -236,13 +236,6 @@ def _held_by(tensor: ProbedRecord) -> str:
     return ", ".join(names) or MISSING
 
 
-def brief_share(share: float) -> str:
-    """A share in per cent with two significant digits."""
-    if share == 0:
-        return "0 %"
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
 def loss_sentence(
     tensor: str, format: str, lost: Mapping[str, float], *, log2_scale: int | None, repair: tuple[int, float] | None
 ) -> str:
@@ -251,11 +244,11 @@ def loss_sentence(
     `lost` are shares of its elements by cause. `log2_scale` is None if no loss scale applies to the tensor; `repair` is
     a better scale and the share still lost there.
     """
-    losses = [f"{brief_share(share)} {cause}" for cause, share in lost.items() if share > 0]
+    losses = [f"{share_text(share, 1)} {cause}" for cause, share in lost.items() if share > 0]
     text = f"{tensor}: {', '.join(losses) or 'nothing lost'} in {format}"
     if log2_scale is not None:
         text += f" at loss scale {power_text(log2_scale)}"
-    return text if repair is None else f"{text}; {power_text(repair[0])} brings it to {brief_share(repair[1])}"
+    return text if repair is None else f"{text}; {power_text(repair[0])} brings it to {share_text(repair[1], 1)}"
 
 
 def _held_chart(report: ProbeReport, title: str) -> Chart | None:

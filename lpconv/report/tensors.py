@@ -29,7 +29,7 @@ _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
 SINGLE_ELEMENTS = "The largest relative error is of a single element: 1 if it became 0, and large for values near 0."
 _MOST = 1000  # most tensors and layers on a page
 _FEEDBACK = "Output error, %"  # the column of error feedback
-_WORST, _GROUPS = 10, 12  # most tensors and groups of tensors on a terminal
+_GROUPS = 12  # most groups of tensors on a terminal
 
 # Columns of a table of tensor records, by heading.
 _Columns: TypeAlias = dict[str, Callable[[TensorRecord], str | Cell]]
@@ -195,10 +195,6 @@ def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
     )
     columns = ("Tensor", "<Format", "SQNR dB", "Scale", "<Besides rounding")
     return Table(columns=columns, rows=rows, has_names=True)
-
-
-def worst_section(tensors: Sequence[TensorRecord]) -> Section | None:
-    return section("Lowest signal-to-noise", worst_table(tensors, _WORST), only="terminal")
 
 
 def _number(text: str, value: float | None) -> Cell:
