@@ -27,7 +27,7 @@ from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import check_family, check_stacks, form_type
 from lpconv.report.numbers import size_text
 from lpconv.results import ByteCounts, SourceRecord
-from lpconv.storage.checkpoint import Checkpoint, Openable, Watch
+from lpconv.storage.checkpoint import RESIDUAL_FOLDER, Checkpoint, Openable, Watch
 from lpconv.storage.place import sha256_of
 from lpconv.storage.remote import check_url, is_url
 from lpconv.storage.remote_output import working_folder
@@ -73,9 +73,10 @@ class Job:
 
     @property
     def bytes(self) -> ByteCounts:
-        """The size of the weights before and after; of a quantised source, the size of its files."""
-        coded = self.source_record.files if is_coded(self.checkpoint) else ()
-        read = sum(f.size_bytes for f in coded) or self.plan.bytes_in
+        """The size of the weights before and after; of a quantised source, the size of its files with residuals."""
+        residuals = (self.checkpoint.directory / RESIDUAL_FOLDER).glob("*.safetensors")
+        coded = [*(f.size_bytes for f in self.source_record.files), *(p.stat().st_size for p in residuals)]
+        read = sum(coded if is_coded(self.checkpoint) else ()) or self.plan.bytes_in
         return ByteCounts(read=read, written=self.plan.bytes_out)
 
 

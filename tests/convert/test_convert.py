@@ -224,9 +224,10 @@ def test_shards_rules_and_plan(tmp_path: Path) -> None:
     assert sorted(set(index["weight_map"].values())) == sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
 
 
-def test_a_plan_says_how_large_codes_are_that_it_starts_from(tmp_path: Path) -> None:
-    run("demo", tmp_path / "codes", format="e4m3fn", verify="none")
-    size = (tmp_path / "codes/model.safetensors").stat().st_size
+@pytest.mark.parametrize("options", [{"format": "e4m3fn"}, {"method": "collage"}])
+def test_a_plan_says_how_large_codes_are_that_it_starts_from(options: dict[str, str], tmp_path: Path) -> None:
+    run("demo", tmp_path / "codes", verify="none", **options)
+    size = sum(p.stat().st_size for p in (tmp_path / "codes").rglob("*.safetensors"))
     assert plan(str(tmp_path / "codes"), tmp_path / "out", ConvertOptions(method="collage")).bytes.read == size
 
 
