@@ -52,6 +52,11 @@ class Choice:
         """The bits of the widest integers that all parts can have."""
         return max(bits for bits in _INTEGERS if bits - min(_INTEGERS) <= self.spare)
 
+    @property
+    def start(self) -> Settings:
+        """The conversion of all parts to the base."""
+        return self.settings | {"format": self.formats[self.base]}
+
 
 def choice_for(subject: Subject, bits: float) -> Choice:
     """The choice for `bits` per converted weight. Raises UsageError, with the minimum, if these are too few.
@@ -77,13 +82,12 @@ def choice_for(subject: Subject, bits: float) -> Choice:
 
 def mixed_conversion(subject: Subject, choice: Choice, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
     """(name, settings) of the conversion with the chosen format for each part; parts not measured get the base."""
-    base = choice.settings | {"format": choice.formats[choice.base]}
-    model, records = open_converted(subject, base, progress)
+    model, records = open_converted(subject, choice.start, progress)
     parts, _ = parts_of(subject, model, records, deadline, progress)
     chosen = choose_bits(parts, choice, metric=subject.metric)
     rules = [f"{part}={choice.formats[bits]}" for part, bits in chosen.items() if bits != choice.base]
-    name = f"{describe_conversion(base)}, and {len(rules)} of {len(chosen)} parts in other formats"
-    return name, base | {"rules": rules}
+    name = f"{describe_conversion(choice.start)}, and {len(rules)} of {len(chosen)} parts in other formats"
+    return name, choice.start | {"rules": rules}
 
 
 def choose_bits(parts: Sequence[LayerPart], choice: Choice, *, metric: str) -> dict[str, int]:

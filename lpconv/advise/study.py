@@ -46,7 +46,7 @@ def study(
     """The advice on a checkpoint's model until the deadline; raises and calls `keep` as `advise` does."""
     subject = open_subject(checkpoint, options, deadline.progress)
     choice = None if options.bits is None or "infer" not in options.purposes else choice_for(subject, options.bits)
-    result = _merge_rows(_initial_result(subject, output, options, command), _all_rows(subject, options))
+    result = _merge_rows(_initial_result(subject, output, options, command), _all_rows(subject, options, choice))
     for purpose in options.purposes:
         share = _INFER_SHARE if purpose == "infer" and "train" in options.purposes else 1.0
         limit = deadline.part(share)
@@ -91,10 +91,11 @@ def _initial_result(subject: Subject, output: Path, options: AdviseOptions, comm
     )
 
 
-def _all_rows(subject: Subject, options: AdviseOptions) -> Iterator[AdviceRow]:
-    """Every candidate for the purposes, without measurements."""
-    if "infer" in options.purposes and options.bits is None:
-        for name, settings in conversions(options.runtime).items():
+def _all_rows(subject: Subject, options: AdviseOptions, choice: Choice | None) -> Iterator[AdviceRow]:
+    """Every candidate for the purposes that is known so far, without measurements."""
+    if "infer" in options.purposes:
+        for settings in conversions(options.runtime).values() if choice is None else (choice.start,):
+            name = describe_conversion(settings)
             yield AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=NO_TIME)
     if "train" in options.purposes:
         yield from recipe_rows(subject.model, options.budget)
@@ -148,9 +149,8 @@ def _infer(
 
 def _measure_mixed(trial: Trial, choice: Choice, limit: Deadline) -> Iterator[Sequence[AdviceRow]]:
     """Yield the conversion to the widest format that all parts can have, then the one with a format for each part."""
-    base = choice.settings | {"format": choice.formats[choice.base]}
-    yield [measure_conversion(trial, describe_conversion(base), base, limit.part(1 / 4))]
-    name, settings = mixed_conversion(trial.subject, choice, limit.part(1 / 2), limit)
+    yield [measure_conversion(trial, describe_conversion(choice.start), choice.start, limit.part(1 / 4))]
+    name, settings = mixed_conversion(trial.subject, choice, limit.part(2 / 3), limit)
     yield [measure_conversion(trial, name, settings, limit)]
 
 
