@@ -111,17 +111,9 @@ class CodedTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def from_form(
-        cls,
-        form: Stored,
-        parts: Mapping[str, Tensor],
-        *,
-        source: StoredTensors | None = None,
-        inputs: InputRounding | None = None,
-    ) -> "CodedTensor":
-        """Wrap a stored tensor, with values in fp32; arguments are those of `Codes`."""
-        codes = replace(Codes.from_form(form, parts), source=source, inputs=inputs)
-        return cls((codes,), form.shape, torch.float32)
+    def from_form(cls, form: Stored, parts: Mapping[str, Tensor], **further: Any) -> "CodedTensor":
+        """Wrap a stored tensor, with values in fp32; `further` are fields of its `Codes`."""
+        return cls((replace(Codes.from_form(form, parts), **further),), form.shape, torch.float32)
 
     @property
     def inputs(self) -> InputRounding | None:
