@@ -62,17 +62,8 @@ NUM_CODED = {**dict.fromkeys((*PRESETS, *MIXED), 7), "FP8_BLOCK": 6, "W8A16": 6}
 def test_a_known_family_is_converted_without_transformers(tmp_path: Path) -> None:
     tiny("llama", tmp_path / "source")
     program = "import sys\nsys.modules['transformers'] = None\nfrom lpconv.cli.main import app\napp()"
-    options = ["--method", "unit", "--format", "e4m3fn", "--layout", "compressed-tensors", "--verify", "weights"]
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "convert",
-        str(tmp_path / "source"),
-        "-o",
-        str(tmp_path / "out"),
-        *options,
-    ]
+    words = ["--format", "e4m3fn", "--layout", "compressed-tensors", "--verify", "weights"]
+    command = [sys.executable, "-c", program, "convert", str(tmp_path / "source"), "-o", str(tmp_path / "out"), *words]
     subprocess.run(command, check=True, capture_output=True)
     quantised = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert quantised["ignore"] == ["lm_head"]
