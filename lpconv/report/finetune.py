@@ -33,16 +33,10 @@ from lpconv.report.numbers import (
 )
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, MemoryPlan, RunRecord, Series, TrackedRecord
 
-_METRICS = {
-    "eval_loss": "held-out loss",
-    "eval_accuracy": "held-out accuracy",
-    "eval_loss_fp32": "held-out loss of the weights in fp32",
-    "eval_accuracy_fp32": "held-out accuracy of the weights in fp32",
-    "eval_loss_published": "held-out loss of the published model",
-    "eval_accuracy_published": "held-out accuracy of the published model",
-}
+_WEIGHTS = {"": "", "_fp32": " of the weights in fp32", "_published": " of the published model"}
+_METRICS = {f"eval_{m}{end}": f"held-out {m}{of}" for m in ("loss", "accuracy") for end, of in _WEIGHTS.items()}
 _RECOVERED = {"held-out loss": "KL to the source", "held-out accuracy": "equal first choices"}
-_SHARES = ("eval_accuracy", "eval_accuracy_fp32", "eval_accuracy_published")
+_SHARES = tuple(metric for metric in _METRICS if "accuracy" in metric)
 # The three products of a linear layer, with the roles of their operands.
 _PRODUCTS = {
     "output": ("input", "weight"),

@@ -47,14 +47,11 @@ def test_numbers_are_those_of_the_package(name: str) -> None:
     assert rounding(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_int8_and_what_nobody_rounds() -> None:
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+def test_what_nobody_rounds() -> None:
     settings: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     rounding = InputRounding.of(settings, None)
     assert rounding is not None
-    scale = x.double().abs().amax(1, keepdim=True) / 127
-    assert (rounding(x).double() - (x.double() / scale).round() * scale).abs().max() < 1e-6
-    assert rounding(x[:0]).shape == (0, 64)
+    assert rounding(torch.zeros(0, 64)).shape == (0, 64)
     for unknown in ({"num_bits": 3, "type": "float"}, {"symmetric": False}, {"strategy": "attn_head"}):
         assert InputRounding.of(settings | unknown, None) is None
 
@@ -95,10 +92,8 @@ def test_the_check_of_a_conversion_runs_the_model_as_it_is_served(tmp_path: Path
     """Against plain torch: stored codes times scales, and inputs rounded to int8 with a scale for each token."""
     check = convert("demo", tmp_path / "out", ConvertOptions(scheme="W8A8", verify="logits")).verify.logits
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.float32)
-    inputs, stored = (
-        verification_inputs(model, demo_checkpoint()).tensors,
-        load_file(tmp_path / "out/model.safetensors"),
-    )
+    inputs = verification_inputs(model, demo_checkpoint()).tensors
+    stored = load_file(tmp_path / "out/model.safetensors")
 
     def rounded(_: torch.nn.Module, x: tuple[torch.Tensor]) -> torch.Tensor:
         scale = x[0].abs().amax(-1, keepdim=True) / 127
