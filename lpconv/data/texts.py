@@ -6,6 +6,7 @@ Rows are read by `datasets`, which takes seconds to import; what their columns a
 import contextlib
 import csv
 import functools
+import itertools
 import json
 import logging
 import re
@@ -18,7 +19,7 @@ from lpconv.errors import InputError, UnsupportedError, UsageError, first_line
 TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
 CHAT_COLUMNS = ("messages", "conversations")
 QUICK_BYTES = 2**24  # takes a quarter of a second to read
-_START_BYTES = 2**23  # of a larger file of JSON lines, to find its columns; `datasets` infers them from 10 MB
+_START = 2**23  # characters of a larger file of JSON lines, to find its columns; `datasets` infers them from 10 MB
 _VISIBLE = re.compile(r"\S")
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
@@ -215,12 +216,13 @@ def quick_rows(path: Path) -> tuple[Rows | None, Sequence[str]]:
             rows = [*map(dict, _json_rows(path))]
         else:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                if kind == "json":
-                    columns = [*columns_of([*map(dict, map(json.loads, file.readlines(_START_BYTES)))])]
+                lines = itertools.dropwhile(str.isspace, file)
+                if kind == "json":  # a file of one long line is an array
+                    columns = [*columns_of([*map(dict, map(json.loads, file.read(_START).split("\n")[:-1]))])]
                 elif is_small:
-                    rows = [*csv.DictReader(file, delimiter=delimiter)]
+                    rows = [*csv.DictReader(lines, delimiter=delimiter)]
                 else:
-                    columns = next(csv.reader(file, delimiter=delimiter))
+                    columns = next(csv.reader(lines, delimiter=delimiter))
     if rows == []:
         raise InputError(f"`{path}` has no rows", hint="pass a file with rows in it")
     return rows, columns_of(rows) if rows else columns

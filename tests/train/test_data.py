@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lpconv.data import demo_checkpoint
+from lpconv.data.texts import QUICK_BYTES, quick_rows
 from lpconv.errors import InputError, LpconvError, UsageError
 from lpconv.train.data import check_data, read_rows
 from lpconv.train.examples import Stream, classification, collate, pack_examples
@@ -75,13 +76,23 @@ def test_bad_files_are_refused(name: str, content: bytes, tmp_path: Path) -> Non
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize("quick_bytes", [QUICK_BYTES, 0])
 @pytest.mark.parametrize(
-    "text", ['{"text":\n"x"}{"text": "y"}\n\n', '[{"text": "x"},\n{"text": "y"}]', '\ufeff{"text": "x", "n": NaN}\n']
-)
-def test_json_that_datasets_reads_passes_the_check(text: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(text)
-    check_data(options(tmp_path / "rows.jsonl"))
-    assert "text" in read_rows(options(tmp_path / "rows.jsonl")).train.column_names
+    ("kind", "text"),
+    [
+        ("jsonl", '{"text":\n"x"}{"text": "y"}\n\n'), ("jsonl", '[{"text": "x"},\n{"text": "y"}]'),
+        ("jsonl", '\ufeff{"text": "x", "n": NaN}\n'), ("json", '[{"n": 1, "text": "x"}, {"n": 2, "text": "y"}]'),
+        ("csv", "\ntext,n\nx,1\ny,2\n"),
+    ],
+)  # fmt: skip
+def test_rows_that_datasets_reads_pass_the_check(
+    kind: str, text: str, quick_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lpconv.data.texts.QUICK_BYTES", quick_bytes)
+    path = tmp_path / f"rows.{kind}"
+    path.write_text(text)
+    check_data(options(path, text_column="text"))
+    assert not quick_bytes or [*quick_rows(path)[1]] == read_rows(options(path)).train.column_names
 
 
 def test_a_data_set_of_the_hub_offline_is_refused() -> None:
