@@ -136,7 +136,8 @@ def usual_sqnr(form: str) -> str:
     if grain is None or (found := re.fullmatch(r"int(\d)", name)) is None:
         return ""
     by_steps = 10.8 + 20 * math.log10(2 ** (int(found[1]) - 1) - 1)
-    low, high = (max(by_steps - crest, least) for crest, least in zip(grain[1:], (1, 2), strict=True))
+    least = (1, min(6 * int(found[1]) - 3, 21))  # scales of least error gain most at few bits
+    low, high = (max(by_steps - crest, least) for crest, least in zip(grain[1:], least, strict=True))
     return f" ({name} {grain[0]} usually has {low:.0f} to {high:.0f})"
 
 
