@@ -138,11 +138,13 @@ def joined_warnings(plan: Plan) -> Iterator[str]:
     """Limits of plain transformers for fused weights in compressed-tensors layouts."""
     if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
         return
-    joined = {t.format and t.format.name for t in plan.tensors if t.name in plan.linears.joined}
+    parts = [t for t in plan.tensors if t.name in plan.linears.joined]
+    joined = {t.format and t.format.name for t in parts}
+    is_int8 = any(c.dtype == "I8" for t in parts for c in t.form.components)  # one by one, not packed
     is_packed = any(t.format is not None and t.format.name != "e4m3fn" for t in plan.tensors)
     granularity = plan.options.granularity
-    if (None in joined and is_packed) or ("e4m3fn" in joined and granularity in ("128x128", "mx")):
-        yield "plain transformers 5.23 cannot open experts in this form; lpconv can, and vLLM according to its source"
+    if (None in joined and is_packed) or is_int8 or ("e4m3fn" in joined and granularity in ("128x128", "mx")):
+        yield "plain transformers 5.24 cannot open experts in this form; lpconv can, and vLLM according to its source"
     if "e2m1" in joined and granularity == "nvfp4":
         is_one = plan.options.scale != "exact"
         costs = (
