@@ -251,11 +251,12 @@ def _may_be_codes(sample: Tensor) -> bool:
 def _grid_of(x: Tensor, cols: int | None) -> str | None:
     """The format on whose grid a block (1-D) seems to be, for any scales; None if there is none.
 
-    It is tested in several places, since some trained 16-bit weights begin with a few multiples of one number.
+    It is tested in many places, since some trained 16-bit weights begin with a few multiples of one number, and pruned
+    ones have few numbers.
     """
     step = cols if cols and cols % _FEW else _FEW  # so that a sample does not span rows
     runs = x[: len(x) // step * step].view(-1, step)[:, :_FEW]
-    samples = [run for run in runs[:: max(1, len(runs) // 4)] if len(run) == _FEW and run.count_nonzero()]
+    samples = [run for run in runs[:: max(1, len(runs) // 16)] if len(run) == _FEW and run.count_nonzero()]
     names = [n for n in _COMMON if n != "int8" or x.dtype == torch.float32]  # 16 bits are about as coarse
     return next((n for n in names if samples and all(_is_of(n, run) for run in samples)), None)
 

@@ -146,13 +146,16 @@ def test_the_record_says_so_and_verification_finds_it_again(tmp_path: Path) -> N
     weights = {"a.weight": quantised("int4", "group:32", 7.5, torch.float32).bfloat16(),
                "b.weight": quantised("e4m3fn", "row", 448.0, torch.float32),
                "c.weight": torch.randn(ROWS, COLS).bfloat16()}  # fmt: skip
+    random = torch.Generator().manual_seed(13)
+    weights["d.weight"] = torch.randn(ROWS, COLS, generator=random).bfloat16()
+    weights["d.weight"][torch.rand(ROWS, COLS, generator=random) > 0.1] = 0  # pruned
     weights["c.weight"][0, :32] = weights["a.weight"][0, :32]  # as in some rows of SmolLM2
     save_file(weights, tmp_path / "source/model.safetensors", metadata={"format": "pt"})
     options = ConvertOptions(format="int4", granularity="group:32", verify="weights", allow_missing=True)
     result = convert(str(tmp_path / "source"), tmp_path / "out", options)
     records = {t.name: t for t in result.tensors}
-    assert [records[n].on_grid for n in weights] == [True, False, False]
-    assert [records[n].grid for n in weights] == ["int4", "e4m3fn", None]
+    assert [records[n].on_grid for n in weights] == [True, False, False, False]
+    assert [records[n].grid for n in weights] == ["int4", "e4m3fn", None, None]
     assert re.search(r"\b1 of ", summary(result))
     assert re.search(r"`b\.weight`: .*e4m3fn", " ".join(result.warnings))
     noise = records["a.weight"].sqnr_db
