@@ -338,7 +338,7 @@ def _carry_out(
     """Write the files of the checkpoint and verify them."""
     from lpconv.verify.written import verify_written  # imports torch (seconds)
 
-    source = job.source_record  # before the work: a file that goes meanwhile is reported as a changed source
+    source, sizes = job.source_record, job.bytes  # before the work: a file that goes meanwhile is a changed source
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run or workers wrote some files
     files, tensors = _write_weights(job, staging, progress)
@@ -360,7 +360,7 @@ def _carry_out(
         tensors=tensors,
         files=files,
         side_files=side_files,
-        bytes=job.bytes,
+        bytes=sizes,
         seconds=time.perf_counter() - started,
         weights_seconds=weights_seconds,
         peak_rss_bytes=peak_rss_bytes(),

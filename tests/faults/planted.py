@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
                               "test_gates.py"),
     "gate_published": _fault("not result.problems and all(g.passed for g in met)", "not result.problems",
                              "convert/test_bad_request.py", "storage/test_remote_output.py"),
-    "reversed_kl": _fault("mean_kl=float(_divergence(log_p, log_q)", "mean_kl=float(_divergence(log_q, log_p)",
+    "reversed_kl": _fault("kl=float(_divergence(log_p, log_q)", "kl=float(_divergence(log_q, log_p)",
                           "verify/test_text.py"),
     "nan_in_weights": _fault("lost = int((known != torch.isfinite(y)).sum())", "lost = 0",
                              "faults/test_layout_damage.py"),
