@@ -47,12 +47,14 @@ def work_folder(given: Path | None, **environment: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """The Python of a virtual environment with these packages, created unless it exists."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+def environment(folder: Path, *steps: Sequence[str]) -> Path:
+    """The Python of a virtual environment in which pip installed each of the steps, created unless it exists."""
+    python, done = folder / "bin" / "python", folder / "done"
+    if not done.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        for words in steps:
+            subprocess.run([python, "-m", "pip", "install", "-q", *words], check=True)
+        done.touch()
     return python
 
 

@@ -91,7 +91,38 @@ def gptqmodel(job: dict[str, Any]) -> None:
     model.save(job["output"])
 
 
-PEERS = {"llm-compressor": llm_compressor, "auto-round": auto_round, "gptqmodel": gptqmodel}
+def auto_scheme(job: dict[str, Any]) -> None:
+    """Method: average bits without scales, and "fused" for one width in each group that vLLM fuses, or "free".
+
+    The output is a JSON file with the width of each layer. AutoScheme counts layers that it cannot round,
+    such as demo's head with a side that is no multiple of 32, with 16 bits.
+    """
+    from auto_round import AutoRound, AutoScheme
+    from auto_round.schemes import QuantizationScheme
+
+    model, tokenizer, ids = opened(job)
+    bits, groups = job["method"].split()
+    text = Path(job["output"]).with_suffix(".text.json")
+    text.write_text(json.dumps([tokenizer.decode(x) for x in ids]))
+    fused = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]] if groups == "fused" else None
+    layers = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    wide = sum(w.numel() for w in layers.values() if any(side % 32 for side in w.shape))
+    rounded = sum(w.numel() for n, w in layers.items() if n != "lm_head")
+    average = float(bits) + (16 - float(bits)) * wide / (rounded + wide)
+    options = [QuantizationScheme(bits=b, group_size=job["group"], sym=True) for b in (2, 3, 4, 5, 6, 8)]
+    scheme = AutoScheme(
+        avg_bits=average, options=options, ignore_scale_zp_bits=True,
+        shared_layers=fused, dataset=str(text), nsamples=len(ids), seqlen=ids.shape[1] - 2, device_map="cpu",
+        low_gpu_mem_usage=False, low_cpu_mem_usage=False,
+    )  # fmt: skip
+    made = AutoRound(
+        model, tokenizer, scheme=scheme, iters=0, dataset=str(text), device_map="cpu", disable_model_free=True
+    )
+    made.post_init()
+    Path(job["output"]).write_text(json.dumps({n: c["bits"] for n, c in made.layer_config.items()}))
+
+
+PEERS = {"auto-scheme": auto_scheme, "llm-compressor": llm_compressor, "auto-round": auto_round, "gptqmodel": gptqmodel}
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())

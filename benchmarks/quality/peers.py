@@ -152,16 +152,8 @@ def mapped(file: Path, shape: tuple[int, ...]) -> Tensor:
 
 def environment(folder: Path, peer: str) -> Path:
     """The Python of a package's virtual environment, created unless it exists."""
-    target = folder / "env" / peer
-    if not (target / "done").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(target)], check=True)
-        pip = [str(target / "bin" / "python"), "-m", "pip", "install", "-q"]
-        (target / "constraints").write_text(f"torch=={torch.__version__}\n")
-        for package in (f"torch=={torch.__version__}", *PACKAGES[peer]):
-            isolated = () if package != "gptqmodel" else ("--no-build-isolation",)
-            subprocess.run([*pip, "-c", str(target / "constraints"), *isolated, package], check=True)
-        (target / "done").touch()
-    return target / "bin" / "python"
+    torch_first, isolated = f"torch=={torch.__version__}", ["--no-build-isolation"] if peer == "gptqmodel" else []
+    return common.environment(folder / "env" / peer, [torch_first], [torch_first, *isolated, *PACKAGES[peer]])
 
 
 def versions_of(python: Path, peer: str) -> dict[str, str]:

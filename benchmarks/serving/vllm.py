@@ -168,10 +168,7 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
 
 def vllm_environment(folder: Path) -> Path:
     """The Python of an environment with vLLM, created unless it exists."""
-    if (python := folder / "bin" / "python").exists():
-        return python
-    python = environment(folder, PACKAGES[:1])
-    subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[1:]], check=True)
+    python = environment(folder, PACKAGES[:1], PACKAGES[1:])
     subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *SUPERFLUOUS], check=True)
     return python
 

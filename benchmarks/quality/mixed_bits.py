@@ -1,0 +1,84 @@
+"""Which chooses better widths for the layers of a model, `lpconv advise --bits` or AutoRound's AutoScheme?
+
+    python -m benchmarks.quality.mixed_bits --work FOLDER --out FILE.json [--model M ...] [--bits B ...]
+
+Both choose for each Linear layer but the head, with at most B bits per weight on average, scales included, and use the
+sample plays. AutoScheme chooses among integers of 2, 3, 4, 5, 6 and 8 bits in groups of the size that `advise` takes,
+once freely, once with one width for q, k and v and one for gate and up, which vLLM fuses, and `advise` keeps together.
+lpconv rounds all choices in the same way, so that only the widths differ. Texts and measures are those of `peers.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lpconv
+from benchmarks import common
+from benchmarks.quality import peers
+from lpconv.advise.candidates import convert_options
+from lpconv.advise.options import AdviseOptions, Budget
+from lpconv.advise.run import advise
+
+THEIRS = {"AutoScheme": "free", "AutoScheme, fused": "fused"}
+MINUTES = 15
+
+
+def advised(folder: Path, model: Path, bits: float) -> dict[str, Any]:
+    """Settings of the conversion that `lpconv advise --bits` chooses."""
+    options = AdviseOptions(purpose="infer", bits=bits, budget=Budget(minutes=MINUTES), force=True)
+    return dict(next(r.settings for r in advise(model, folder / "advice", options).rows if "rules" in r.settings))
+
+
+def auto_scheme(folder: Path, model: Path, bits: float, choice: str, group: str) -> list[str]:
+    """Rules of the widths that AutoScheme chooses."""
+    widths = folder / f"widths-{model.name}-{bits:g}-{group}-{THEIRS[choice]}.json"
+    if not widths.exists():
+        job: dict[str, Any] = {
+            "peer": "auto-scheme",
+            "method": f"{bits - 32 / int(group)} {THEIRS[choice]}",
+            "model": str(model),
+            "output": str(widths),
+        }
+        job |= {"windows": str(peers.calibration_file(folder, model, 0)), "group": int(group)}
+        (folder / "job.json").write_text(json.dumps(job))
+        python, script = peers.environment(folder, "auto-round"), Path(peers.__file__).with_name("peer_rounding.py")
+        cost = peers.measured([python, script, folder / "job.json"], folder / "log.txt")
+        if "failed" in cost:
+            raise SystemExit(f"AutoScheme failed: {cost['failed']}")
+        print(model.name, bits, choice, cost)
+    chosen = json.loads(widths.read_text())
+    return [f"{layer}.weight=int{width}" for layer, width in chosen.items() if width < 16]
+
+
+def measure(folder: Path, name: str, bits: float, rows: common.Rows) -> None:
+    """Add the rows of a model and an average width."""
+    model = peers.model_at(folder, name)
+    held_out, output = peers.HeldOut(folder, model), folder / "outputs" / "mixed"
+    ours = advised(folder, model, bits)
+    group = ours["granularity"].partition(":")[2]
+    rules = {"lpconv advise": ours["rules"]} | {c: auto_scheme(folder, model, bits, c, group) for c in THEIRS}
+    for choice, chosen in rules.items():
+        settings = ours | {"format": ours["format"] if choice == "lpconv advise" else "int8", "rules": chosen}
+        lpconv.convert(model, output, convert_options(settings, allow_mixed_groups=True, force=True))
+        row = {"model": name, "bits": bits, "choice": choice, "bytes": peers.stored_bytes(output)}
+        rows.put(row | held_out.compare(output) | {"settings": settings})
+
+
+def main() -> None:
+    """Run the script (see the module's docstring)."""
+    parser = common.parser(__doc__, work="where environments, models and outputs are kept", needs_out=True)
+    parser.add_argument("--model", nargs="+", default=list(peers.MODELS), choices=peers.MODELS)
+    parser.add_argument("--bits", nargs="+", type=float, default=[5.0])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = common.Rows(args.out, ("model", "bits", "choice"), lambda: {"machine": common.machine()})
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            for bits in args.bits:
+                measure(folder, name, bits, rows)
+
+
+if __name__ == "__main__":
+    main()
