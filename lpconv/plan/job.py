@@ -74,10 +74,11 @@ class Job:
     @property
     def bytes(self) -> ByteCounts:
         """The size of the weights before and after; of a quantised source, the size of its files with residuals."""
-        residuals = (self.checkpoint.directory / RESIDUAL_FOLDER).glob("*.safetensors")
-        coded = [*(f.size_bytes for f in self.source_record.files), *(p.stat().st_size for p in residuals)]
-        read = sum(coded if is_coded(self.checkpoint) else ()) or self.plan.bytes_in
-        return ByteCounts(read=read, written=self.plan.bytes_out)
+        read = 0
+        if is_coded(self.checkpoint):
+            residuals = (self.checkpoint.directory / RESIDUAL_FOLDER).glob("*.safetensors")
+            read = sum([*(f.size_bytes for f in self.source_record.files), *(p.stat().st_size for p in residuals)])
+        return ByteCounts(read=read or self.plan.bytes_in, written=self.plan.bytes_out)
 
 
 def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:
