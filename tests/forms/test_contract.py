@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -252,12 +253,11 @@ def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatc
     for bad in (255,) if scales.dtype == torch.uint8 else (math.nan, 0.0, -1.0, math.inf):  # a byte is an exponent
         if math.isinf(bad) and scales.dtype == torch.float8_e4m3fn:
             continue  # it has none
-        if bad == -1.0 and form.kind == "compressed tiles" and form.format.twos_complement:
-            continue  # AutoRound writes them
         scales = torch.full_like(scales, bad)
         side = {**stored.found.side, name: scales}
         folder = _write(tmp_path / str(bad), Stored(form, Measurement(side=side), stored.data))
-        with pytest.raises(InputError, match=r"fit|scale"):
+        may_be = bad == -1.0 and form.kind == "compressed tiles" and form.format.twos_complement  # AutoRound's
+        with nullcontext() if may_be else pytest.raises(InputError, match=r"fit|scale"):
             _open(folder, monkeypatch)
 
 
