@@ -35,13 +35,14 @@ def auto_scheme(folder: Path, model: Path, bits: float, choice: str, group: str)
     """Rules of the widths that AutoScheme chooses."""
     widths = folder / f"widths-{model.name}-{bits:g}-{group}-{THEIRS[choice]}.json"
     if not widths.exists():
-        job: dict[str, Any] = {
+        job = {
             "peer": "auto-scheme",
-            "method": f"{bits - 32 / int(group)} {THEIRS[choice]}",
+            "method": f"{bits - 32 / int(group)} {THEIRS[choice]}",  # without lpconv's scales, of 32 bits
+            "group": int(group),
             "model": str(model),
             "output": str(widths),
+            "windows": str(peers.calibration_file(folder, model, 0)),
         }
-        job |= {"windows": str(peers.calibration_file(folder, model, 0)), "group": int(group)}
         (folder / "job.json").write_text(json.dumps(job))
         python, script = peers.environment(folder, "auto-round"), Path(peers.__file__).with_name("peer_rounding.py")
         cost = peers.measured([python, script, folder / "job.json"], folder / "log.txt")
@@ -60,7 +61,7 @@ def measure(folder: Path, name: str, bits: float, rows: common.Rows) -> None:
     group = ours["granularity"].partition(":")[2]
     rules = {"lpconv advise": ours["rules"]} | {c: auto_scheme(folder, model, bits, c, group) for c in THEIRS}
     for choice, chosen in rules.items():
-        settings = ours | {"format": ours["format"] if choice == "lpconv advise" else "int8", "rules": chosen}
+        settings = ours | {"rules": chosen}  # AutoScheme's name every layer
         lpconv.convert(model, output, convert_options(settings, allow_mixed_groups=True, force=True))
         row = {"model": name, "bits": bits, "choice": choice, "bytes": peers.stored_bytes(output)}
         rows.put(row | held_out.compare(output) | {"settings": settings})
