@@ -66,8 +66,8 @@ def check_shareable(options: ConvertOptions) -> None:
     """Raise UsageError for options with work that each worker would have to repeat, with possibly different results."""
     if options.calibrate is not None:
         raise UsageError(
-            "a conversion with --calibrate cannot be split: each worker would run the whole model",
-            hint="convert with one process, which streams the weights and needs memory only for activations",
+            "a conversion with --calibrate cannot be split: layers run in order, so each worker would run the model",
+            hint="convert with one process, which streams the weights; --resume continues after the last rounded layer",
         )
 
 

@@ -158,6 +158,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "verify models/llama --against demo --data short.txt --seq-len 64": (3, " 64 "),
     "convert demo --scheme W4A16 --rounding gptq --calibrate short.txt": (3, " 128 "),
     "convert demo --scheme W4A16 --rounding gptq --calibrate none.txt": (3, "`none.txt`"),
+    "convert demo --scheme W4A16 --rounding gptq --calibrate demo --shard 1/2": (2, " order"),
     "convert vit --scheme W4A16 --rounding gptq --calibrate demo": (4, "`ViTForImageClassification`"),
     "convert no-tokenizer --scheme W4A16 --rounding gptq --calibrate self": (3, "tokenizer"),
     "verify no-tokenizer --against no-tokenizer --data a.txt": (3, "tokenizer"),
