@@ -38,6 +38,7 @@ class _Bars:
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         from rich import progress as bars
+        from rich.table import Column
 
         self.stop()
         columns: tuple[rich.progress.ProgressColumn, ...]
@@ -47,10 +48,11 @@ class _Bars:
             columns = self._length(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
         else:
             count = bars.MofNCompleteColumn(), bars.TextColumn("" if unit == "steps" else unit)
-            figures = bars.TextColumn("{task.fields[figures]}")
+            figures = bars.TextColumn("{task.fields[figures]}", table_column=Column())  # wraps, so others are not cut
             columns = bars.SpinnerColumn(), self._length(), *count, figures, bars.TimeRemainingColumn()
         name = bars.TextColumn("{task.description}", markup=False)
-        self._bar = bars.Progress(name, *columns, console=self._console, transient=True)
+        period_s = 30 if unit == "bytes" else 3600  # over which speed is averaged: one step may take minutes
+        self._bar = bars.Progress(name, *columns, console=self._console, transient=True, speed_estimate_period=period_s)
         self._bar.add_task(phase, total=total or None, completed=done, figures="")
         self._bar.start()
 
