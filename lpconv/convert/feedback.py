@@ -46,7 +46,7 @@ from lpconv.plan.memory import MOMENTS_BYTES, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.progress import Progress, quiet_transformers
-from lpconv.report.tensors import output_errors
+from lpconv.report.tensors import output_errors, tokens_per_expert, tokens_text
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.dtypes import TORCH_DTYPES
@@ -127,8 +127,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
             else:
                 records = rounding.round_layer(index)
                 layers.append(_written(staging, index, len(walk.layers), weights, records))
-                errors = output_errors(records.values())
-                progress.advance(1, "output error {:.2g} → {:.2g}".format(*errors) if errors else "no weights")
+                progress.advance(1, _figures(job.plan, records))
             if index + 1 < len(walk.layers):
                 walk.advance(index)
                 if source is not None:
@@ -137,6 +136,18 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     if not any(layer.records for layer in layers):
         raise UnsupportedError("no weight with codes of at most 8 bits belongs to a linear layer", hint=_HINT)
     return layers
+
+
+def _figures(plan: Plan, records: Mapping[str, RoundingRecord]) -> str:
+    """Output errors of a rounded layer, and tokens of its experts."""
+    errors = output_errors(records.values())
+    if errors is None:
+        return "no weights"
+    layers = {layer for layer, _ in tokens_per_expert(records)}
+    planned = {t.name: records.get(t.name) for t in plan.tensors if layers and t.can_be_rounded}
+    tokens = {expert: count for expert, count in tokens_per_expert(planned).items() if expert[0] in layers}
+    text = "output error {:.2g} → {:.2g}".format(*errors)
+    return f"{text}, {tokens_text(tokens)}" if tokens else text
 
 
 def _written(
@@ -181,9 +192,9 @@ class TensorRounding:
         self._codes = torch.empty(data.num_bytes, dtype=torch.uint8)
         codes = self._codes.view(TORCH_DTYPES.get(data.dtype, torch.uint8)).view(data.shape)
         self.parts = {**{c.name: measured.side[c.name] for c in t.form.side}, data.name: codes}
-        self._size, self._count = t.info.num_elements // count, count
+        self._size = t.info.num_elements // count
         self._signal = self._noise = self._nearest = self._max_steps = 0.0
-        self._num_inputs = self._num_rounded = 0
+        self._num_inputs = [0] * count  # of each matrix
 
     @classmethod
     def begin(cls, t: PlannedTensor, workers: Workers, moments: Mapping[Matrix, Moment]) -> Self | None:
@@ -214,8 +225,7 @@ class TensorRounding:
         self._signal += moment.squared_outputs(sample)
         self._noise += moment.squared_outputs(sample - sampled_rows(rounded_RC))
         self._nearest += moment.squared_outputs(sample - round_to_nearest(sample, scales, self.form.format))
-        self._num_inputs += moment.num_inputs
-        self._num_rounded += 1
+        self._num_inputs[matrix.index] = moment.num_inputs
         self._note_distance(rounded_RC, weight_RC, scales_RC)
 
     def record(self) -> RoundingRecord:
@@ -224,10 +234,11 @@ class TensorRounding:
         return RoundingRecord(
             output_error=self._noise / signal,
             nearest_error=self._nearest / signal,
-            num_inputs=self._num_inputs,
+            num_inputs=sum(self._num_inputs),
             max_steps=self._max_steps,
             sha256=digest_of(self.parts),
-            num_nearest=self._count - self._num_rounded,
+            num_nearest=self._num_inputs.count(0),
+            expert_inputs=tuple(self._num_inputs) if len(self._num_inputs) > 1 else (),
         )
 
     def _round_to_nearest(self, index: int) -> None:

@@ -19,9 +19,9 @@ from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import MISFIT, Plan, PlannedTensor
 from lpconv.plan.suited import largest_group
-from lpconv.report.numbers import code_list, plural
+from lpconv.report.numbers import code_list, count_text, plural
 from lpconv.report.printable import printable
-from lpconv.report.tensors import nothing_converted, overflow_text
+from lpconv.report.tensors import is_expert, nothing_converted, overflow_text, tokens_per_expert, tokens_text
 from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
 from lpconv.results.verify import LOST_DB
 from lpconv.storage.contents import hidden_files
@@ -123,14 +123,16 @@ def _group_warnings(plan: Plan) -> Iterator[str]:
 def _nearest_warnings(plan: Plan) -> Iterator[str]:
     """Warnings about weights that were rounded to nearest despite error feedback."""
     narrow = [t.form for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
-    left = [form.name for form in narrow if form.rounding is None]
-    if plan.options.rounding != NEAREST and left and len(left) < len(narrow):
+    if plan.options.rounding == NEAREST or not any(form.rounding for form in narrow):
+        return
+    tokens = tokens_per_expert({form.name: form.rounding for form in narrow})
+    if left := [form.name for form in narrow if form.rounding is None and not is_expert(form.name)]:
         yield f"{code_list(left)}: rounded to nearest, because no input from the calibration text reaches them"
-    partly = {form.name: form.rounding.num_nearest for form in narrow if form.rounding and form.rounding.num_nearest}
-    if partly:
+    if unreached := [expert for expert, count in tokens.items() if not count]:
+        some, every = (len({layer for layer, _ in experts}) for experts in (unreached, tokens))
         yield (
-            f"{plural(sum(partly.values()), 'expert')} in {code_list(list(partly))}: rounded to nearest, because no "
-            "token from the calibration text reaches them"
+            f"{count_text(len(unreached))} of {plural(len(tokens), 'expert')}, in {some} of {plural(every, 'layer')}: "
+            f"rounded to nearest, because no token from the calibration text reaches them ({tokens_text(tokens)})"
         )
 
 

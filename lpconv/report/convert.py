@@ -48,6 +48,8 @@ from lpconv.report.tensors import (
     num_elements,
     output_errors,
     tensor_section,
+    tokens_per_expert,
+    tokens_text,
     worst_table,
     worst_tensors,
 )
@@ -323,10 +325,12 @@ def _feedback_sentence(result: ConvertResult) -> str:
     if errors is None:
         return ""
     before, after = errors
+    tokens = tokens_per_expert({t.name: t.rounding for t in converted_tensors(result.tensors)})
     return (
         f"Error feedback on {_text_words(result)} removed {share_text(before - after, before)} of the error of layer "
         f"outputs: on average {share_text(after, 1)} of their squared size is lost, and {share_text(before, 1)} by "
         "rounding to nearest. It lowers the signal-to-noise ratio of weights in return."
+        + (f" The text has {tokens_text(tokens)}." if tokens and all(tokens.values()) else "")  # else a warning says it
     )
 
 

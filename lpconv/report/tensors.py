@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from lpconv.report.document import Cell, Row, Section, Table, section
@@ -25,6 +26,7 @@ T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 _ACTIONS = ("convert", "keep", "tie")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
 _LAYER = re.compile(r".*?\.\d+(?=\.|\Z)", re.DOTALL)
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
 SINGLE_ELEMENTS = "The largest relative error is of a single element: 1 if it became 0, and large for values near 0."
 _MOST = 1000  # most tensors and layers on a page
@@ -159,6 +161,34 @@ def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, floa
         return None
     before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))
     return before, after
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor holds the weight of one expert."""
+    return _EXPERT.search(name) is not None
+
+
+def tokens_per_expert(roundings: Mapping[str, RoundingRecord | None]) -> dict[tuple[str, int], int]:
+    """Number of calibration tokens that reach each expert, by layer and index, from the records of tensors by name.
+
+    A tensor of one expert that no token reaches has no record.
+    """
+    tokens: dict[tuple[str, int], int] = {}
+    for name, record in roundings.items():
+        layer, expert = _layer_prefix(name) or "", _EXPERT.search(name)
+        counts = record.expert_inputs if record else ()
+        if expert is not None:
+            counts = (record.num_inputs or 0 if record else 0,)
+        for index, count in enumerate(counts, int(expert[1]) if expert else 0):
+            tokens[layer, index] = max(count, tokens.get((layer, index), 0))
+    return tokens
+
+
+def tokens_text(tokens: Mapping[tuple[str, int], int]) -> str:
+    """The spread of tokens over experts: "0 to 1,204 tokens per expert, median 43"."""
+    counts = tokens.values()
+    least, median, most = (count_text(round(f(counts))) for f in (min, statistics.median, max))
+    return f"{least} to {most} tokens per expert, median {median}"
 
 
 def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...]:

@@ -95,8 +95,9 @@ class RoundingRecord:
 
     Error feedback used `num_inputs` inputs of the tensor's layer from the calibration text. `output_error` is
     ‖(W - Q)X‖² / ‖WX‖², the relative squared error of the layer's output due to rounding, and `nearest_error` the same
-    for rounding to nearest with equal scales. All three are None for trained codes. `num_nearest` of the experts in the
-    tensor were rounded to nearest, because no input reaches them.
+    for rounding to nearest with equal scales. All three are None for trained codes. A tensor that holds several experts
+    has the inputs of each in `expert_inputs`; `num_nearest` of them were rounded to nearest, because no input reaches
+    them.
     """
 
     output_error: float | None = None
@@ -105,6 +106,7 @@ class RoundingRecord:
     max_steps: float
     sha256: str
     num_nearest: int = 0
+    expert_inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
