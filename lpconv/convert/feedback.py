@@ -101,10 +101,10 @@ def _finished_layers(staging: Staging) -> list[_Layer]:
     return [layers[i] for i in range(count)]
 
 
-def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:
-    """All layers: those in `done` run with their rounded weights, the others are rounded and written."""
+@contextmanager
+def open_rounding(job: Job) -> Iterator["_Rounding"]:
+    """The rounding of a job's layers, before the first one."""
     config, tokens, length = job_windows(job)
-    layers = list(done)
     with (
         closing(Workers(job.source, job.memory.workers)) as workers,
         model_errors("the model cannot be run layer by layer", hint=_HINT),
@@ -119,20 +119,24 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
         if job.plan.options.rounding == GPTAQ:
             stored = opened.enter_context(StoredTensors.open(job.checkpoint))
             source = LayerWalk.from_files(job.plain, stored, tokens.windows, at_once=at_once)
-        progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
-        rounding = _Rounding(job, workers, weights, walk, source)
-        for index in range(len(walk.layers)):
+        yield _Rounding(job, workers, weights, walk, source)
+
+
+def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:
+    """All layers: those in `done` run with their rounded weights, the others are rounded and written."""
+    layers = list(done)
+    with open_rounding(job) as rounding:
+        count = len(rounding.layers)
+        progress.start("rounding layers", count, unit="steps", done=len(layers))
+        for index in range(count):
             if index < len(done):
                 rounding.take(load_file(staging.directory / f.name) for f in done[index].files)
-            else:
-                records = rounding.round_layer(index)
-                layers.append(_written(staging, index, len(walk.layers), weights, records))
-                progress.advance(1, _figures(job.plan, records))
-            if index + 1 < len(walk.layers):
-                walk.advance(index)
-                if source is not None:
-                    source.advance(index)
-            weights.rounded.clear()
+                rounding.advance(index)
+                continue
+            records = rounding.round_layer(index)
+            layers.append(_written(staging, index, count, rounding.rounded, records))
+            rounding.advance(index)
+            progress.advance(1, _figures(job.plan, records))
     if not any(layer.records for layer in layers):
         raise UnsupportedError("no weight with codes of at most 8 bits belongs to a linear layer", hint=_HINT)
     return layers
@@ -151,10 +155,10 @@ def _figures(plan: Plan, records: Mapping[str, RoundingRecord]) -> str:
 
 
 def _written(
-    staging: Staging, index: int, count: int, weights: "_Weights", records: dict[str, RoundingRecord]
+    staging: Staging, index: int, count: int, rounded: dict[str, tuple[Form, Side]], records: dict[str, RoundingRecord]
 ) -> _Layer:
     name = f"{_FOLDER}/{index:05}.safetensors"
-    stored = {n: x for _, parts in weights.rounded.values() for n, x in parts.items()}
+    stored = {n: x for _, parts in rounded.values() for n, x in parts.items()}
     file = dataclasses.replace(write_small(staging.directory / name, save(stored)), name=name)
     layer = _Layer(rounded_layer=index, count=count, files=(file,), records=records)
     staging.append(to_json(layer))
@@ -279,7 +283,7 @@ def _importance(moments: Mapping[Matrix, Moment], count: int, columns: int) -> T
 
 
 class _Rounding:
-    """Rounds the layers of `walk` in order; the results are in `weights.rounded`.
+    """Rounds the layers of `walk` in order; the results are in `weights.rounded` until the walk advances.
 
     With `source`, which walks through the unrounded layers, weights are aimed at its outputs.
     """
@@ -289,6 +293,18 @@ class _Rounding:
     ) -> None:
         self._workers, self._weights, self._walk, self._source = workers, weights, walk, source
         self._planned = {t.name: t for t in job.plan.tensors if t.can_be_rounded}
+        self.layers, self.rounded = walk.layers, weights.rounded
+
+    def advance(self, index: int) -> None:
+        """Run layer `index` with its rounded weights, and forget them."""
+        if index + 1 < len(self.layers):
+            for walk in filter(None, (self._walk, self._source)):
+                walk.advance(index)
+        self.rounded.clear()
+
+    def matrices(self, index: int) -> set[Matrix]:
+        """The matrices of layer `index` to round."""
+        return {m for m in matrices_of(self.layers[index]) if m.name in self._planned}
 
     def take(self, files: Iterator[dict[str, Tensor]]) -> None:
         """Load the rounded weights of a layer from the files of an earlier run."""
@@ -301,7 +317,7 @@ class _Rounding:
     def round_layer(self, index: int) -> dict[str, RoundingRecord]:
         """Round the weights of layer `index`, the next one of the walk."""
         tensors: dict[str, TensorRounding | None] = {}
-        left = {m for m in matrices_of(self._walk.layers[index]) if m.name in self._planned}
+        left = self.matrices(index)
         while left:
             room = MOMENTS_BYTES if self._source is None else MOMENTS_BYTES // 2  # the moments of shifts are as large
             moments = collected(self._walk, index, left, room, self._source)
