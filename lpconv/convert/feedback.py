@@ -1,8 +1,8 @@
 """Round with error feedback through a model: each layer on the outputs of the rounded layers before it, on a text.
 
-The source runs layer by layer (`models/layer_walk.py`), with its matrices read from its files. Within a layer, weights
-are rounded in order of use: those with the same input share its second moment Σ x xᵀ, and later ones see the outputs of
-rounded weights. All experts are next at once, each with the tokens routed to it.
+The source runs layer by layer (`models/layer_walk.py`), with its matrices read from its files. Weights of a layer are
+rounded in order of use, each when all its inputs are known. Weights with the same inputs share their second moment
+Σ x xᵀ. Experts come one after the other, each with the tokens routed to it.
 
 Every rounded layer is saved as a file in the working folder with its final codes and scales. A resumed run reads it
 instead of rounding again. The output is then written and verified as usual, from forms that read their codes there
@@ -12,8 +12,9 @@ A weight that no input reaches, or that is not a matrix of a linear layer, is ro
 """
 
 import dataclasses
+import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Self
@@ -22,16 +23,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lpconv.convert.gptq import (
-    DAMPING,
-    InverseFactor,
-    aimed_at_source,
-    inverse_factor,
-    round_to_nearest,
-    round_with_feedback,
-    step_to_source,
-)
+from lpconv.convert.gptq import DAMPING, Factor, Moment, round_to_nearest, round_with_feedback
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.formats.spec import Format
 from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.coded import bytes_on_grid, digest_of
@@ -39,10 +33,10 @@ from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import Codes
-from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, collected, matrices_of, sampled_rows
+from lpconv.models.layer_walk import LayerRun, LayerWalk, Matrix, Product, matrices_of
 from lpconv.models.opening import model_errors
 from lpconv.plan.job import Job
-from lpconv.plan.memory import MOMENTS_BYTES, windows_together
+from lpconv.plan.memory import held_together, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.progress import Progress, quiet_transformers
@@ -59,6 +53,8 @@ from lpconv.workers import SingleThreadedTorch, Workers
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
+_SLAB = 2**23  # most numbers of a weight that are rounded together, to bound memory; rows are independent
+_SAMPLED = 2**20  # most numbers of a matrix, in evenly spaced rows, whose output errors are measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +115,7 @@ def open_rounding(job: Job) -> Iterator["_Rounding"]:
         if job.plan.options.rounding == GPTAQ:
             stored = opened.enter_context(StoredTensors.open(job.checkpoint))
             source = LayerWalk.from_files(job.plain, stored, tokens.windows, at_once=at_once)
-        yield _Rounding(job, workers, weights, walk, source)
+        yield _Rounding(job, workers, weights, walk, source, held_together(config, length, at_once))
 
 
 def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:
@@ -130,13 +126,12 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
         progress.start("rounding layers", count, unit="steps", done=len(layers))
         for index in range(count):
             if index < len(done):
-                rounding.take(load_file(staging.directory / f.name) for f in done[index].files)
-                rounding.advance(index)
-                continue
-            records = rounding.round_layer(index)
-            layers.append(_written(staging, index, count, rounding.rounded, records))
-            rounding.advance(index)
-            progress.advance(1, _figures(job.plan, records))
+                rounding.take(index, (load_file(staging.directory / f.name) for f in done[index].files))
+            else:
+                records = rounding.round_layer(index)
+                layers.append(_written(staging, index, count, rounding.rounded, records))
+                progress.advance(1, _figures(job.plan, records))
+            rounding.rounded.clear()
     if not any(layer.records for layer in layers):
         raise UnsupportedError("no weight with codes of at most 8 bits belongs to a linear layer", hint=_HINT)
     return layers
@@ -184,7 +179,7 @@ class _Weights(StoredTensors):
 
 
 class TensorRounding:
-    """The stored components of a tensor in `parts`, by name. Matrices that are never rounded here keep nearest codes.
+    """The stored components of a tensor in `parts`, by name, with the scales of rounding to nearest in `measured`.
 
     The scales are those of rounding to nearest; if they are searched, columns count by the size of their inputs.
     """
@@ -201,39 +196,35 @@ class TensorRounding:
         self._num_inputs = [0] * count  # of each matrix
 
     @classmethod
-    def begin(cls, t: PlannedTensor, workers: Workers, moments: Mapping[Matrix, Moment]) -> Self | None:
-        """Choose the scales of a tensor, given the moments of its matrices. None if it has NaN or Inf."""
-        own = {m: moment for m, moment in moments.items() if m.name == t.name}
-        count = next(iter(own)).count
+    def begin(cls, t: PlannedTensor, workers: Workers, matrix: Matrix, squares: Tensor | None) -> Self | None:
+        """Choose the scales of a tensor of matrices like `matrix`. None if it has NaN or Inf.
+
+        `squares` are sums of squares of the inputs of each column, [columns] or [matrices, columns].
+        """
         form = t.form
-        if not any(moment.is_transposed for moment in own.values()):  # otherwise a row has one input
-            form = form.with_importance(_importance(own, count, t.info.shape[-1]).squeeze(0))
+        if squares is not None:
+            mean = squares.mean(-1, keepdim=True)
+            form = form.with_importance((squares + DAMPING * mean).masked_fill(mean == 0, 1.0))  # else nothing counts
         with SingleThreadedTorch():
             measured = workers.measure(dataclasses.replace(t, form=form))
-        if not measured.stats.is_finite:
-            return None
-        rounding = cls(t, workers, measured, count)
-        if count > 1:
-            for index in range(count):
-                rounding._round_to_nearest(index)
-        return rounding
+        return cls(t, workers, measured, matrix.count) if measured.stats.is_finite else None
 
-    def round(self, matrix: Matrix, inverse: InverseFactor, moment: Moment, step_CC: Tensor | None) -> None:
-        """Round one matrix with error feedback, aimed at the outputs of the source if `step_CC` leads there."""
-        weight_RC, scales_RC = map(moment.oriented, self._weight_and_scales(matrix.index))
-        assert self.form.format is not None
-        aim_RC = weight_RC if step_CC is None else aimed_at_source(weight_RC, inverse, step_CC)
-        rounded_RC = round_with_feedback(aim_RC, inverse, scales_RC, self.form.format)
-        self._store(matrix.index, moment.oriented(rounded_RC))
-        sample, scales = sampled_rows(weight_RC), sampled_rows(scales_RC)
-        self._signal += moment.squared_outputs(sample)
-        self._noise += moment.squared_outputs(sample - sampled_rows(rounded_RC))
-        self._nearest += moment.squared_outputs(sample - round_to_nearest(sample, scales, self.form.format))
-        self._num_inputs[matrix.index] = moment.num_inputs
-        self._note_distance(rounded_RC, weight_RC, scales_RC)
+    def round(self, matrix: Matrix, factor: Factor) -> None:
+        """Round one matrix with error feedback."""
+        self._num_inputs[matrix.index] = factor.num_inputs
+        step = -(-self._size // _SAMPLED)
+        for first_row, weight, scales in self._slabs(matrix.index, is_whole=factor.is_transposed):
+            weight_RC, scales_RC = map(factor.oriented, (weight, scales))
+            rounded_RC = round_with_feedback(weight_RC, factor, scales_RC, self._element)
+            sample = slice(-first_row % step, None, step)
+            self._note_errors(weight_RC[sample], rounded_RC[sample], scales_RC[sample], factor)
+            self._store(matrix.index, first_row, factor.oriented(rounded_RC), weight, scales)
 
     def record(self) -> RoundingRecord:
-        """The record of the rounding of all matrices."""
+        """The record of the rounding of all matrices, of which those that no input reached are rounded to nearest."""
+        for index in (i for i, count in enumerate(self._num_inputs) if not count):
+            for first_row, weight, scales in self._slabs(index):
+                self._store(index, first_row, round_to_nearest(weight, scales, self._element), weight, scales)
         signal = self._signal or 1.0
         return RoundingRecord(
             output_error=self._noise / signal,
@@ -245,41 +236,39 @@ class TensorRounding:
             expert_inputs=tuple(self._num_inputs) if len(self._num_inputs) > 1 else (),
         )
 
-    def _round_to_nearest(self, index: int) -> None:
-        weight, scales = self._weight_and_scales(index)
+    @property
+    def _element(self) -> Format:
         assert self.form.format is not None
-        rounded = round_to_nearest(weight, scales, self.form.format)
-        self._store(index, rounded)
-        self._note_distance(rounded, weight, scales)
+        return self.form.format
 
-    def _weight_and_scales(self, index: int) -> tuple[Tensor, Tensor]:
-        """A matrix of the source and the scale of each of its numbers, fp32, as stored."""
-        start, shape = index * self._size, self.form.shape[-2:]
-        weight = self._workers.read_numbers(self.form.name, start, start + self._size).float()
-        scales = self.form.scale_of_each(self._measured.side, start, start + self._size)
-        return weight.view(shape), scales.view(shape)
+    def _slabs(self, index: int, *, is_whole: bool = False) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Rows of a matrix of the source and the scale of each of their numbers, fp32, with the index of the first row.
 
-    def _note_distance(self, rounded: Tensor, weight: Tensor, scales: Tensor) -> None:
-        """Note the largest distance of a number; overwrites `rounded`."""
-        self._max_steps = max(self._max_steps, float(rounded.sub_(weight).div_(scales).abs_().amax()))
+        All rows together if `is_whole`.
+        """
+        begin, cols = index * self._size, self.form.shape[-1]
+        unit = math.lcm(self.form.cols, cols)
+        step = self._size if is_whole else max(_SLAB // unit, 1) * unit
+        for start in range(begin, begin + self._size, step):
+            stop = min(start + step, begin + self._size)
+            weight = self._workers.read_numbers(self.form.name, start, stop).float()
+            scales = self.form.scale_of_each(self._measured.side, start, stop)
+            yield (start - begin) // cols, weight.view(-1, cols), scales.view(-1, cols)
 
-    def _store(self, index: int, rounded: Tensor) -> None:
-        """Store the codes of a matrix of numbers on the form's grid."""
-        (component,), start = self.form.data, index * self._size
-        place, _ = self.form.place(start, start + self._size, self._measured.side)
+    def _note_errors(self, weight_RC: Tensor, rounded_RC: Tensor, scales_RC: Tensor, factor: Factor) -> None:
+        self._signal += factor.squared_outputs(weight_RC)
+        self._noise += factor.squared_outputs(weight_RC - rounded_RC)
+        self._nearest += factor.squared_outputs(weight_RC - round_to_nearest(weight_RC, scales_RC, self._element))
+
+    def _store(self, index: int, first_row: int, rounded: Tensor, weight: Tensor, scales: Tensor) -> None:
+        """Store the codes of rows of numbers on the form's grid, and note the largest distance to the source."""
+        (component,), start = self.form.data, index * self._size + first_row * self.form.shape[-1]
+        place, _ = self.form.place(start, start + rounded.numel(), self._measured.side)
         with self._workers.borrow() as work:
             raw = bytes_on_grid(self.form, rounded.reshape(-1), start, self._measured, work)
         begin = place * DTYPE_BITS[component.dtype] // 8
         self._codes[begin : begin + len(raw)] = raw
-
-
-def _importance(moments: Mapping[Matrix, Moment], count: int, columns: int) -> Tensor:
-    """How much the error of each column matters, fp32 [count, columns]; equally for matrices without a moment."""
-    importance = torch.ones(count, columns)
-    for matrix, moment in moments.items():
-        diagonal = moment.hessian_CC.diagonal()
-        importance[matrix.index] = diagonal + DAMPING * diagonal.mean()
-    return importance
+        self._max_steps = max(self._max_steps, float(weight.sub_(rounded).div_(scales).abs_().amax()))
 
 
 class _Rounding:
@@ -289,64 +278,108 @@ class _Rounding:
     """
 
     def __init__(
-        self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk, source: LayerWalk | None
+        self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk, source: LayerWalk | None, held: int
     ) -> None:
         self._workers, self._weights, self._walk, self._source = workers, weights, walk, source
+        self._is_search = job.plan.options.scale == "search"
+        self._held = held if source is None else max(held // 2, 1)
         self._planned = {t.name: t for t in job.plan.tensors if t.can_be_rounded}
         self.layers, self.rounded = walk.layers, weights.rounded
-
-    def advance(self, index: int) -> None:
-        """Run layer `index` with its rounded weights, and forget them."""
-        if index + 1 < len(self.layers):
-            for walk in filter(None, (self._walk, self._source)):
-                walk.advance(index)
-        self.rounded.clear()
 
     def matrices(self, index: int) -> set[Matrix]:
         """The matrices of layer `index` to round."""
         return {m for m in matrices_of(self.layers[index]) if m.name in self._planned}
 
-    def take(self, files: Iterator[dict[str, Tensor]]) -> None:
-        """Load the rounded weights of a layer from the files of an earlier run."""
+    def take(self, index: int, files: Iterator[dict[str, Tensor]]) -> None:
+        """Load the rounded weights of layer `index` from the files of an earlier run."""
         for stored in files:
             for t in self._planned.values():
                 if t.form.components[0].name in stored:
                     parts = {c.name: stored[c.name] for c in t.form.components}
                     self._weights.rounded[t.name] = t.form, parts
+        with self._runs(index, ()) as runs:
+            self._finish(*runs)
 
     def round_layer(self, index: int) -> dict[str, RoundingRecord]:
         """Round the weights of layer `index`, the next one of the walk."""
+        wanted = self.matrices(index)
+        squares = self._squares_of_stacks(index, wanted)
         tensors: dict[str, TensorRounding | None] = {}
-        left = self.matrices(index)
-        while left:
-            room = MOMENTS_BYTES if self._source is None else MOMENTS_BYTES // 2  # the moments of shifts are as large
-            moments = collected(self._walk, index, left, room, self._source)
-            if not moments:
-                break  # no input reaches the remaining weights
-            left -= moments.keys()
-            for moment in {id(m): m for m in moments.values()}.values():
-                shared = [m for m, own in moments.items() if own is moment]
-                for name in (m.name for m in shared if m.name not in tensors):
-                    tensors[name] = TensorRounding.begin(self._planned[name], self._workers, moments)
-                self._round_together([(m, t) for m in shared if (t := tensors[m.name]) is not None], moment)
-                moment.hessian_CC, moment.shift_CC = torch.empty(0), None  # frees the largest tensors
-        return {name: rounding.record() for name, rounding in tensors.items() if rounding is not None}
+        with self._runs(index, wanted) as (run, source):
+            factor: Factor | None = None
+            while matrices := run.next_matrices():
+                if factor is None or not run.has_same_inputs(matrices):
+                    factor = None  # frees memory
+                    factor = self._factor(run, source, matrices)
+                for m in matrices:
+                    if m.name not in tensors:
+                        single = None if factor.is_transposed else factor.squares_C  # else a row has one input
+                        importance = single if m.count == 1 else squares.get(m.name)
+                        tensors[m.name] = TensorRounding.begin(self._planned[m.name], self._workers, m, importance)
+                    if (tensor := tensors[m.name]) is not None:
+                        tensor.round(m, factor)
+                        self._weights.rounded[m.name] = tensor.form, tensor.parts
+                run.pass_by(matrices)
+                if source is not None:
+                    source.pass_by(matrices)
+            records = {name: tensor.record() for name, tensor in tensors.items() if tensor is not None}
+            self._finish(run, source)
+        return records
 
-    def _round_together(self, matrices: list[tuple[Matrix, TensorRounding]], moment: Moment) -> None:
-        """Round weights that share their inputs."""
-        if not matrices:
-            return
+    @contextmanager
+    def _runs(self, index: int, wanted: Collection[Matrix]) -> Iterator[tuple[LayerRun, LayerRun | None]]:
+        """Runs through layer `index` of the walk, and of the source. These do not wait for experts.
+
+        Other tokens may reach an expert in the source.
+        """
+        with ExitStack() as opened:
+            run = opened.enter_context(LayerRun(self._walk, index, wanted, held=self._held))
+            source = None
+            if self._source is not None:
+                single = (m for m in wanted if not m.is_expert)
+                source = opened.enter_context(LayerRun(self._source, index, single, held=self._held))
+            yield run, source
+
+    def _finish(self, *runs: LayerRun | None) -> None:
+        """Run layers to the end, unless they are the last ones."""
+        for run in runs:
+            if run is not None and not run.is_last:
+                run.finish()
+
+    def _factor(self, run: LayerRun, source: LayerRun | None, matrices: tuple[Matrix, ...]) -> Factor:
+        """The factor of the inputs of the matrices that are next."""
+        moment: Moment | None = None
+        for number, product in run.products(matrices):
+            moment = moment or Moment.zero(product.x.shape[-1], is_transposed=product.is_transposed)
+            in_source = None if source is None else source.product(number, matrices)
+            moment.add(product.x, None if in_source is None else in_source.x)
+        assert moment is not None, matrices
         try:
-            inverse = inverse_factor(moment.hessian_CC)
+            return moment.factor()
         except ValueError as e:
             raise InputError(
-                f"`{matrices[0][0].name}`: {e} on the text",
+                f"`{matrices[0].name}`: {e} on the text",
                 hint="check with `lpconv inspect --stats` whether the weights are finite",
             ) from e
-        step_CC = None if moment.shift_CC is None else step_to_source(inverse, moment.shift_CC)
-        for matrix, rounding in matrices:
-            rounding.round(matrix, inverse, moment, step_CC)
-            self._weights.rounded[matrix.name] = rounding.form, rounding.parts
+
+    def _squares_of_stacks(self, index: int, wanted: Collection[Matrix]) -> dict[str, Tensor]:
+        """Sums of squares of the inputs of each column, [matrices, columns], for tensors that hold several matrices.
+
+        Their scales are chosen for all matrices at once, so the layer runs once more, with its weights of the source.
+        Without a search of scales there are none.
+        """
+        stacks = {m for m in wanted if m.count > 1 and self._is_search}
+        squares: dict[str, Tensor] = {}
+
+        def note(product: Product) -> None:
+            for m in () if product.is_transposed else product.matrices:
+                if m.name not in squares:
+                    squares[m.name] = torch.zeros(m.count, product.x.shape[-1])
+                squares[m.name][m.index] += product.x.reshape(-1, product.x.shape[-1]).square().sum(0)
+
+        if stacks:
+            self._walk.watch(index, stacks, note)
+        return squares
 
 
 def with_codes(job: Job, codes: Mapping[str, Side]) -> Job:

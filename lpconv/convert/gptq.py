@@ -2,20 +2,26 @@
 
 GPTQ (Frantar et al. 2022, arXiv 2210.17323). For inputs X of a linear layer and H = X Xᵀ, the squared error of the
 outputs is tr((W - Q) H (W - Q)ᵀ). Columns of W are rounded one after the other, and the error of a column is
-compensated by the columns not yet rounded, along the inverse of H. With U upper triangular and UᵀU = H⁻¹ (algorithm 1):
+compensated by the columns not yet rounded. With H = V Vᵀ and V upper triangular, ‖(W - Q) V‖² is that error, whose
+column c depends on the columns of Q up to c only, so it is smallest for
 
-    q_c = round(w_c),  e = (w_c - q_c) / U_cc,  w_j -= e U_cj for all later columns j
+    q_c = round(w_c + s_c / V_cc),  s_c = Σ (w_j - q_j) V_jc over all earlier columns j
+
+This is the paper's algorithm 1, which uses V⁻¹ and changes later columns instead (LDLQ, Chee et al. 2023, arXiv
+2307.13304, theorem 6). Here, V needs no inverse, and weights no copy.
 
 This module knows no forms and no files: the grid is a format and a fixed scale for each number (static groups).
 
-Departures from the paper: columns are ordered by falling diagonal of H (`desc_act` of the authors' code). U comes from
-a single Cholesky factor, H = V Vᵀ with V upper triangular and U = V⁻¹, instead of an inverse between two. Columns that
-no input reaches are rounded to nearest instead of becoming 0, because another text may reach them.
+Departures from the paper: columns are ordered by falling diagonal of H (`desc_act` of the authors' code). The factor is
+computed in fp32, and in fp64 only if that fails. Columns that no input reaches are rounded to nearest instead of
+becoming 0, because another text may reach them.
 
-Letters in shapes: R rows (outputs) and C columns (inputs) of a weight, B columns of a block.
+Letters in shapes: N inputs, R rows (outputs) and C columns (inputs) of a weight, B columns of a block. Columns are
+stored by rising diagonal, and rounded from the last to the first: `lower_CC` is V with both axes reversed.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,68 +32,119 @@ from lpconv.workers import SingleThreadedTorch
 
 DAMPING = 0.01  # added to H's diagonal, times its mean: the paper's value
 AIM = 0.25  # share of the step towards the source's outputs
-_BLOCK = 64  # columns corrected one by one; later columns are corrected once per block
-_ROWS = 4096  # rows rounded together, to bound memory; rows are independent
+_BLOCK = 32  # columns corrected one by one; all earlier blocks correct a block at once
+_SQUARE = 1024  # columns of a part of H: parts above the diagonal follow from those below
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class InverseFactor:
-    """`order` of the columns, and U for the columns in that order, fp32 [C, C]."""
+class Factor:
+    """`order` of the columns by rising diagonal, and L of H + diag(`added_C`) = L Lᵀ in that order, fp32 [C, C].
+
+    With `aim_CC`, D L⁻ᵀ, weights are aimed at the outputs of the source. `squares_C` is the diagonal of H, in the
+    weights' order of columns; `is_transposed` weights are stored as [inputs, outputs].
+    """
 
     order: Tensor
-    upper_CC: Tensor
+    lower_CC: Tensor
+    added_C: Tensor
+    squares_C: Tensor
+    num_inputs: int
+    is_transposed: bool = False
+    aim_CC: Tensor | None = None
+
+    def oriented(self, stored: Tensor) -> Tensor:
+        """A stored matrix as [outputs, inputs], or the other way round."""
+        return stored.t() if self.is_transposed else stored
+
+    def squared_outputs(self, weight_RC: Tensor) -> float:
+        """‖W X‖², the squared size of a weight's outputs."""
+        ordered_RC = weight_RC[:, self.order]
+        damped = torch.mm(ordered_RC, self.lower_CC).square_().sum(dtype=torch.float64)
+        return max(float(damped - ordered_RC.square_().sum(0, dtype=torch.float64) @ self.added_C.double()), 0.0)
 
 
-def inverse_factor(hessian_CC: Tensor) -> InverseFactor:
-    """U of `hessian_CC` (Σ x xᵀ over the inputs of a layer, or any multiple), computed in fp64.
+@dataclass(kw_only=True, eq=False)
+class Moment:
+    """Sums over the inputs x of a weight: Σ x xᵀ, of which only parts on and below the diagonal, and Σ (x̃ - x) xᵀ.
 
-    Raises ValueError if it is not finite.
+    x̃ are the inputs in the source. `is_transposed` weights are stored as [inputs, outputs].
     """
-    diagonal = hessian_CC.diagonal()
-    if not torch.isfinite(diagonal).all():
-        raise ValueError("the inputs of the layer are NaN, infinite or too large to be squared")
-    rising = torch.argsort(diagonal, stable=True)  # U for falling order is L⁻¹ for rising order, reversed
-    wide_CC = hessian_CC[rising].double()[:, rising]
-    unreached = wide_CC.diagonal() == 0
-    wide_CC.diagonal().add_(DAMPING * wide_CC.diagonal().mean())[unreached] = 1.0
-    lower_CC, info = torch.linalg.cholesky_ex(wide_CC)
-    if int(info):
-        raise ValueError("the inputs of the layer have no positive definite second moment")
-    del wide_CC
-    inverse_CC = torch.eye(len(lower_CC), dtype=torch.float64)
-    torch.linalg.solve_triangular(lower_CC, inverse_CC, upper=False, out=inverse_CC)
-    return InverseFactor(order=rising.flip(0), upper_CC=inverse_CC.float().flip(0, 1))
+
+    hessian_CC: Tensor
+    shift_CC: Tensor | None = None
+    num_inputs: int = 0
+    is_transposed: bool = False
+
+    @classmethod
+    def zero(cls, cols: int, *, is_transposed: bool = False) -> Self:
+        return cls(hessian_CC=torch.zeros(cols, cols), is_transposed=is_transposed)
+
+    def add(self, x: Tensor, source_x: Tensor | None = None) -> None:
+        x_NC = x.reshape(-1, x.shape[-1])
+        for start in range(0, x_NC.shape[1], _SQUARE):
+            part = slice(start, start + _SQUARE)
+            self.hessian_CC[start:, part].addmm_(x_NC[:, start:].t(), x_NC[:, part])
+        self.num_inputs += len(x_NC)
+        if source_x is not None:
+            if self.shift_CC is None:
+                self.shift_CC = torch.zeros_like(self.hessian_CC)
+            self.shift_CC.addmm_((source_x.reshape(x_NC.shape) - x_NC).t(), x_NC)
+
+    def factor(self) -> Factor:
+        """The factor of Σ x xᵀ. Frees the sums.
+
+        Raises ValueError if they are not finite.
+        """
+        diagonal = self.hessian_CC.diagonal().clone()
+        if not torch.isfinite(diagonal).all():
+            raise ValueError("the inputs of the layer are NaN, infinite or too large to be squared")
+        order = torch.argsort(diagonal, stable=True)
+        added_C = (DAMPING * diagonal.mean()).expand(len(order)).clone()
+        added_C[diagonal[order] == 0] = 1.0
+        lower_CC, info = self._cholesky(order, added_C)
+        if info:
+            lower_CC, info = self._cholesky(order, added_C.double())
+        if info:
+            raise ValueError("the inputs of the layer have no positive definite second moment")
+        self.hessian_CC, aim_CC = torch.empty(0), None
+        if self.shift_CC is not None:
+            aim_CC, self.shift_CC = self.shift_CC[:, order], None
+            torch.linalg.solve_triangular(lower_CC.mT, aim_CC, upper=True, left=False, out=aim_CC)
+        return Factor(
+            order=order, lower_CC=lower_CC, added_C=added_C, squares_C=diagonal, num_inputs=self.num_inputs,
+            is_transposed=self.is_transposed, aim_CC=aim_CC,
+        )  # fmt: skip
+
+    def _cholesky(self, order: Tensor, added_C: Tensor) -> tuple[Tensor, int]:
+        """L in fp32, computed in the dtype of `added_C`, and 0 if there is one."""
+        matrix_CC = self._in_order(order).to(added_C.dtype)
+        matrix_CC.diagonal().add_(added_C)
+        lower_CC, info = matrix_CC.mT, torch.empty((), dtype=torch.int32)  # in place: H is symmetric
+        torch.linalg.cholesky_ex(matrix_CC.mT, out=(lower_CC, info))
+        return lower_CC.float(), int(info)
+
+    def _in_order(self, order: Tensor) -> Tensor:
+        """Σ x xᵀ with rows and columns in `order`. Completes `hessian_CC`."""
+        hessian_CC, out_CC = self.hessian_CC, torch.empty_like(self.hessian_CC)
+        for start in range(0, len(order), _SQUARE):
+            stop = start + _SQUARE
+            hessian_CC[start:stop, stop:] = hessian_CC[stop:, start:stop].t()
+        for start in range(0, len(order), _SQUARE):
+            out_CC[start : start + _SQUARE] = hessian_CC[order[start : start + _SQUARE]][:, order]
+        return out_CC
 
 
-def step_to_source(inverse: InverseFactor, shift_CC: Tensor) -> Tensor:
-    """D H⁻¹, with columns in the order of `inverse`. `shift_CC` is D = Σ (x̃ - x) xᵀ.
-
-    The inputs of the layer are x̃ in the source and x in the rounded model.
-    """
-    return shift_CC[:, inverse.order] @ inverse.upper_CC.t() @ inverse.upper_CC
-
-
-def aimed_at_source(weight_RC: Tensor, inverse: InverseFactor, step_CC: Tensor, *, share: float = AIM) -> Tensor:
-    """The weight to round instead of `weight_RC`, because its inputs are no longer those of the source.
-
-    `step_CC` is that of `step_to_source`. The outputs W x̃ are met best by W + W D H⁻¹ (GPTAQ, Li et al. 2025, arXiv
-    2504.02692), of which `share` of the step is taken.
-    """
-    out_RC = torch.empty_like(weight_RC)
-    out_RC[:, inverse.order] = weight_RC[:, inverse.order].addmm(weight_RC, step_CC, alpha=share)
-    return out_RC
-
-
-def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Tensor, element: Format) -> Tensor:
+def round_with_feedback(weight_RC: Tensor, factor: Factor, scales_RC: Tensor, element: Format) -> Tensor:
     """The rounded weight (code · scale, with codes of `element`) whose layer outputs are nearest to the weight's.
 
-    Weight and scales are fp32.
+    Weight and scales are fp32. With `factor.aim_CC`, the outputs are those of the source, W x̃, which W + W D H⁻¹ meets
+    best (GPTAQ, Li et al. 2025, arXiv 2504.02692). A share of `AIM` of that step is taken.
     """
+    order = factor.order
+    weight_CR, scales_CR = weight_RC.t()[order], scales_RC.t()[order]
+    aim_CR = None if factor.aim_CC is None else torch.mm(weight_RC, factor.aim_CC).mul_(AIM).t()
     out_RC = torch.empty_like(weight_RC)
-    for start in range(0, len(weight_RC), _ROWS):
-        rows = slice(start, start + _ROWS)
-        weight_CR, scales_CR = (x_RC[rows].t()[inverse.order] for x_RC in (weight_RC, scales_RC))
-        out_RC[rows, inverse.order] = _round_columns(weight_CR, scales_CR, inverse.upper_CC, element).t()
+    out_RC[:, order] = _round_columns(weight_CR, scales_CR, factor.lower_CC, aim_CR, element).t()
     return out_RC
 
 
@@ -96,17 +153,20 @@ def round_to_nearest(weight_RC: Tensor, scales_RC: Tensor, element: Format) -> T
     return nearest_code_(weight_RC / scales_RC, element).mul_(scales_RC)
 
 
-def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, element: Format) -> Tensor:
-    """The loop of the paper's algorithm 1 on transposed weights (overwritten): columns are rows here."""
-    num = len(weight_CR)
+def _round_columns(
+    weight_CR: Tensor, scales_CR: Tensor, lower_CC: Tensor, aim_CR: Tensor | None, element: Format
+) -> Tensor:
+    """Round transposed weights, which become errors W - Q: columns are rows here, and rounded from the last one."""
     out_CR = torch.empty_like(weight_CR)
-    for first in range(0, num, _BLOCK):
-        last = min(first + _BLOCK, num)
-        errors_BR = torch.empty_like(weight_CR[first:last])
+    for last in range(len(weight_CR), 0, -_BLOCK):
+        first = max(last - _BLOCK, 0)
+        sums_BR = torch.mm(lower_CC[last:, first:last].t(), weight_CR[last:])
+        if aim_CR is not None:
+            sums_BR += aim_CR[first:last]
         with SingleThreadedTorch():  # waking other threads takes longer than rounding one column
-            for c in range(first, last):
-                rounded = torch.mul(nearest_code_(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
-                error = torch.sub(weight_CR[c], rounded, out=errors_BR[c - first]).div_(upper_CC[c, c])
-                weight_CR[c + 1 : last].addr_(upper_CC[c, c + 1 : last], error, alpha=-1)
-        weight_CR[last:].addmm_(upper_CC[first:last, last:].t(), errors_BR, alpha=-1)
+            for c in range(last - 1, first - 1, -1):
+                target = torch.add(weight_CR[c], sums_BR[c - first], alpha=1 / float(lower_CC[c, c]))
+                torch.mul(nearest_code_(target.div_(scales_CR[c]), element), scales_CR[c], out=out_CR[c])
+                error = weight_CR[c].sub_(out_CR[c])
+                sums_BR[: c - first].addr_(lower_CC[c, first:c], error)
     return out_CR

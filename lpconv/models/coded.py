@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from threading import local
 from typing import Any, NoReturn, Self
 
 import torch
@@ -42,7 +43,16 @@ from lpconv.storage.header import DTYPE_BITS
 _BLOCK = 2**18  # numbers that are decoded at once: they fit a core's cache
 # Enough for the largest block in fp32: equal blocks of whole rows may have up to half more numbers.
 _KEPT = Buffers(lambda device: (torch.empty(8 * _BLOCK, dtype=torch.uint8, device=device),))
-_WATCHES: list[Callable[[Tensor, "CodedTensor", bool], None]] = []
+
+
+class _Watches(local):
+    """Functions to call before products in this thread."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[[Tensor, CodedTensor, bool], None]] = []
+
+
+_WATCHES = _Watches()
 _HINT = "open the model without resident=True to train or change it"
 
 
@@ -237,19 +247,19 @@ def _refuse_gradient(gradient: Tensor) -> NoReturn:
 
 @contextmanager
 def watched_products(watch: Callable[[Tensor, CodedTensor, bool], None]) -> Iterator[None]:
-    """Call `watch` before every product of an input and a weight in the block.
+    """Call `watch` before every product of an input and a weight that this thread computes in the block.
 
     Its arguments are the input, the weight, and whether the weight is stored as [inputs, outputs], unlike `Linear`'s.
     """
-    _WATCHES.append(watch)
+    _WATCHES.all.append(watch)
     try:
         yield
     finally:
-        _WATCHES.remove(watch)
+        _WATCHES.all.remove(watch)
 
 
 def _tell_watches(x: Tensor, weight: CodedTensor, *, is_transposed: bool) -> None:
-    for watch in _WATCHES:
+    for watch in _WATCHES.all:
         watch(x, weight, is_transposed)
 
 

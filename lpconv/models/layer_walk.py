@@ -1,20 +1,25 @@
-"""Run the repeated layers of a model one at a time on a text, and collect second moments Σ x xᵀ of their inputs x.
+"""Run the repeated layers of a model one at a time on a text, and stop before products with some of their weights.
 
 A model runs its layers in its own loop, with masks and positions that differ by architecture. So the model runs once
 with layers that only record their arguments and return their input: this takes no longer than the embeddings, and no
 architecture is named. After that every layer can run alone, any number of times, on hidden states that are stored in
 between.
 
-A layer is run once for all weights whose moments are wanted, or as often as memory requires: every pass begins moments
-until there is no more room, and later passes collect the others.
+A run through a layer has a thread of its own, which waits before each product with a wanted weight until the weight has
+its final values. So every product is computed once, with inputs that all earlier weights of the layer have made. Only
+one thread works at a time. Runs whose activations take too much memory are given up, and begin again when their next
+product is wanted.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from threading import Semaphore, Thread
 from typing import Any, Self, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +32,7 @@ from lpconv.models.load import load_from_files
 from lpconv.models.tasks import architecture
 from lpconv.storage.checkpoint import Checkpoint
 
-_SAMPLED = 1024  # rows of a weight used for its output errors
-_INDEX = re.compile(r"\.\d+\.")  # number of a layer, or of an expert in it
+_INDEX = re.compile(r"\.\d+(?=\.)")  # number of a layer, or of an expert in it
 _HINT = "its weights can be rounded to nearest only: --rounding nearest"
 # The index of a layer, its input state, and its other arguments.
 _Call: TypeAlias = tuple[int, Any, tuple[Any, ...], dict[str, Any]]
@@ -76,11 +80,16 @@ class LayerWalk:
         output: Tensor = made[0] if isinstance(made, tuple) else made
         return output
 
-    def advance(self, index: int) -> None:
-        """Run layer `index` on every batch and keep its output as the new state."""
-        for batch in self.batches:
-            batch.state = self.run(index, batch)
-            batch.arguments[index] = ((), {})  # masks and positions that no later layer needs
+    def watch(self, index: int, wanted: "Set[Matrix]", note: Callable[["Product"], None]) -> None:
+        """Run layer `index` on every batch, and call `note` with every product with a matrix in `wanted`."""
+
+        def watch(x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
+            if (product := Product.of(x, weight, wanted, is_transposed=is_transposed)) is not None:
+                note(product)
+
+        with watched_products(watch):
+            for batch in self.batches:
+                self.run(index, batch)
 
     def _noted(self, model: Any, ids_NL: Tensor) -> Batch:
         """A batch before the first layer, with the arguments of all layers."""
@@ -128,10 +137,8 @@ class Matrix:
     count: int
 
     @property
-    def kind(self) -> str:
-        """The name within the layer, with a star for the number of an expert."""
-        name = _INDEX.sub(".*.", _INDEX.sub(".", self.name, count=1))
-        return name if self.count == 1 else f"{name}.*"
+    def is_expert(self) -> bool:
+        return self.count > 1 or len(_INDEX.findall(self.name)) > 1
 
 
 def matrices_of(layer: nn.Module) -> Iterator[Matrix]:
@@ -149,130 +156,158 @@ def _matrices_in(weight: CodedTensor) -> Iterator[Matrix]:
                 yield Matrix(name=piece.form.name, index=index, count=piece.form.num_elements // size)
 
 
-@dataclass(kw_only=True, eq=False)
-class Moment:
-    """Σ x xᵀ over the inputs x that some weights share. `is_transposed` weights are stored as [inputs, outputs]."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Product:
+    """The next product of a run: `x` times a weight that consists of `matrices`.
 
-    hessian_CC: Tensor
+    `is_transposed` weights are stored as [inputs, outputs].
+    """
+
+    x: Tensor
+    matrices: tuple[Matrix, ...]
     is_transposed: bool
-    num_inputs: int = 0
-    shift_CC: Tensor | None = None  # Σ (x̃ - x) xᵀ, with x̃ the inputs in the source
 
-    def add(self, x: Tensor) -> None:
-        x_NC = x.reshape(-1, x.shape[-1])
-        self.hessian_CC.addmm_(x_NC.t(), x_NC)
-        self.num_inputs += len(x_NC)
-
-    def add_shift(self, source_x: Tensor, x: Tensor) -> None:
-        """Add the difference between the inputs in the source and the inputs `x`."""
-        if self.shift_CC is None:
-            self.shift_CC = torch.zeros_like(self.hessian_CC)
-        x_NC = x.reshape(-1, x.shape[-1])
-        self.shift_CC.addmm_((source_x.reshape(x_NC.shape) - x_NC).t(), x_NC)
-
-    def oriented(self, stored: Tensor) -> Tensor:
-        """A stored matrix, or its scales, as [outputs, inputs]."""
-        return stored.t() if self.is_transposed else stored
-
-    def squared_outputs(self, weight_RC: Tensor) -> float:
-        """‖W X‖², the squared size of the outputs of a weight on these inputs."""
-        return max(float(torch.mm(weight_RC, self.hessian_CC).mul_(weight_RC).sum(dtype=torch.float64)), 0.0)
+    @classmethod
+    def of(cls, x: Tensor, weight: CodedTensor, wanted: Set[Matrix], *, is_transposed: bool) -> Self | None:
+        """The product of `x` and a weight with a matrix in `wanted`; otherwise None."""
+        matrices = tuple(m for m in _matrices_in(weight) if m in wanted)
+        return cls(x=x, matrices=matrices, is_transposed=is_transposed) if matrices else None
 
 
-def sampled_rows(weight_RC: Tensor) -> Tensor:
-    """At most 1,024 evenly spaced rows, over which output errors are measured."""
-    return weight_RC[:: -(-len(weight_RC) // _SAMPLED) or 1]
+class _Stopped(BaseException):
+    """Ends the thread of a run that is given up. Not an Exception: models may catch those."""
 
 
-class _EnoughSeen(Exception):
-    """Stops a layer whose remainder depends on weights that have yet to be rounded."""
+class _Run:
+    """One batch on its way through a layer. It waits before every product with a matrix in `wanted`."""
+
+    def __init__(self, forward: Callable[[], Tensor], wanted: Set[Matrix]) -> None:
+        self.product: Product | None = None
+        self.output: Tensor | None = None
+        self._forward, self._wanted = forward, wanted
+        self._error: Exception | None = None
+        self._is_stopped = False
+        self._turn, self._answer = Semaphore(0), Semaphore(0)
+        self._thread = Thread(target=self._work, daemon=True)
+
+    @property
+    def is_at_experts(self) -> bool:
+        return self.product is not None and self.product.matrices[0].is_expert
+
+    def go_on(self) -> None:
+        """Run to the next wanted product or to the end. Does nothing before a product that is still wanted."""
+        if self.output is not None or (self.product is not None and not self._wanted.isdisjoint(self.product.matrices)):
+            return
+        if not self._thread.ident:
+            self._thread.start()
+        self.product = None
+        self._turn.release()
+        self._answer.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the thread and free the activations."""
+        if self._thread.ident:
+            self._is_stopped = True
+            self._turn.release()
+            self._thread.join()
+
+    def _work(self) -> None:
+        self._turn.acquire()
+        try:
+            with watched_products(self._wait):
+                self.output = self._forward()
+        except _Stopped:
+            pass
+        except Exception as e:  # for the thread that waits
+            self._error = e
+        self._answer.release()
+
+    def _wait(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
+        product = Product.of(x, weight, self._wanted, is_transposed=is_transposed)
+        if product is None:
+            return
+        self.product = product
+        self._answer.release()
+        self._turn.acquire()
+        if self._is_stopped:
+            raise _Stopped
 
 
-class _Watch:
-    """Collects the moments of the weights among `wanted` that a layer uses first, by matrix.
+class LayerRun:
+    """All batches on their way through layer `index` of a walk, each waiting before its next product with a matrix in
+    `wanted`.
 
-    These are the first weight that it multiplies by, others with the same input, and for experts all weights of that
-    kind. The layer is stopped at another weight. The moments take at most `room` bytes, but there is at least one.
+    At most `held` batches keep their activations while they wait; others run again from the layer's input. Batches that
+    wait before an expert keep them all, because there is a product for each expert.
     """
 
-    def __init__(self, wanted: Set[Matrix], room: int) -> None:
-        self.moments: dict[Matrix, Moment] = {}
-        self._wanted, self._room = wanted, room
-        self._last: tuple[Tensor, Moment] | None = None
-        self.inputs: dict[Matrix, Tensor] = {}  # of the batch, one matrix for each input; not those of experts
+    def __init__(self, walk: LayerWalk, index: int, wanted: Iterable[Matrix], *, held: int) -> None:
+        self.is_last = index + 1 == len(walk.layers)
+        self._walk, self._index, self._held, self._wanted = walk, index, held, set(wanted)
+        self._place = {m: place for place, m in enumerate(matrices_of(walk.layers[index]))}
+        self._runs = [self._begun(batch) for batch in walk.batches]
+        self._inputs: list[Callable[[], Tensor | None]] = []  # of the last products, as far as they are still in use
 
-    def begin(self) -> None:
-        self._last = None
-        self.inputs = {}
+    def __enter__(self) -> Self:
+        return self
 
-    def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
-        matrices = [m for m in _matrices_in(weight) if m in self._wanted]
-        if not matrices:
-            return
-        if self._last is not None and self._last[0] is x:  # already counted
-            self._share(matrices, self._last[1])
-            return
-        moment = self.moments.get(matrices[0]) or self._begun(matrices, x.shape[-1], is_transposed)
-        if moment is not None:
-            moment.add(x)
-            self._share(matrices, moment)
-            self._last = x, moment
-            if "*" not in matrices[0].kind:
-                self.inputs[matrices[0]] = x
+    def __exit__(self, *_: object) -> None:
+        for run in self._runs:
+            run.stop()
 
-    def _share(self, matrices: Iterable[Matrix], moment: Moment) -> None:
-        self.moments |= dict.fromkeys(matrices, moment)
+    def next_matrices(self) -> tuple[Matrix, ...]:
+        """The wanted matrices of the next weight, none at the end. Experts come in the order of the parameters."""
+        runs = self._runs[: self._held]
+        for run in runs:
+            run.go_on()
+        if any(run.is_at_experts for run in runs):
+            runs = self._runs
+            for run in runs:
+                run.go_on()
+        waiting = [run.product.matrices for run in runs if run.product is not None]
+        return min(waiting, key=lambda matrices: self._place[matrices[0]], default=())
 
-    def _begun(self, matrices: list[Matrix], columns: int, is_transposed: bool) -> Moment | None:
-        """A new moment for weights that are used for the first time; None if another pass collects it."""
-        needed = 4 * columns**2
-        if not self._is_next(matrices) or (self.moments and needed > self._room):
-            return None
-        self._room -= needed
-        return Moment(hessian_CC=torch.zeros(columns, columns), is_transposed=is_transposed)
+    def has_same_inputs(self, matrices: tuple[Matrix, ...]) -> bool:
+        """Whether these matrices, the next ones, have the inputs of the last products."""
+        inputs = [run.product.x for run in self._runs if run.product is not None and run.product.matrices == matrices]
+        return len(inputs) == len(self._inputs) and all(
+            x is last() for x, last in zip(inputs, self._inputs, strict=True)
+        )
 
-    def _is_next(self, matrices: list[Matrix]) -> bool:
-        """Whether this pass collects the moment of these weights. Stops the layer if that has to wait."""
-        kinds = {m.kind for m in self.moments}
-        if not kinds or not kinds.isdisjoint(m.kind for m in matrices):
-            return True
-        if "*" in matrices[0].kind and any("*" in k for k in kinds):
-            return False
-        raise _EnoughSeen
+    def products(self, matrices: tuple[Matrix, ...]) -> Iterator[tuple[int, Product]]:
+        """The products with these matrices, and the number of the batch of each."""
+        self._inputs.clear()
+        for number in range(len(self._runs)):
+            product = self.product(number, matrices)
+            if product is not None:
+                yield number, product
 
+    def product(self, number: int, matrices: tuple[Matrix, ...]) -> Product | None:
+        """The product of batch `number` with these matrices; None if the batch does not come to them next."""
+        run = self._runs[number]
+        run.go_on()
+        product = run.product if run.product is not None and run.product.matrices == matrices else None
+        if number >= self._held and not run.is_at_experts:
+            run.stop()
+            self._runs[number] = self._begun(self._walk.batches[number])
+        elif product is not None:
+            self._inputs.append(ref(product.x))
+        return product
 
-def collected(
-    walk: LayerWalk, index: int, wanted: Set[Matrix], room: int, source: LayerWalk | None = None
-) -> dict[Matrix, Moment]:
-    """The moments of the first weights among `wanted` that the walk's next layer, `index`, uses on all batches.
+    def pass_by(self, matrices: tuple[Matrix, ...]) -> None:
+        """Let the batches go on: these matrices have their final values."""
+        self._wanted.difference_update(matrices)
 
-    They take at most `room` bytes, but there is at least one unless no input reaches these weights. With `source`, a
-    walk through the source on the same text, moments get its shift too, except those of experts, whose tokens may be
-    others there.
-    """
-    watch = _Watch(wanted, room)
-    for number, batch in enumerate(walk.batches):
-        watch.begin()
-        _run_watched(walk, index, batch, watch)
-        if source is not None and watch.inputs:
-            _run_watched(source, index, source.batches[number], _Shifts(watch))
-    return watch.moments
+    def finish(self) -> None:
+        """Run to the end and keep the outputs as the states of the walk."""
+        self._wanted.clear()
+        for run, batch in zip(self._runs, self._walk.batches, strict=True):
+            run.go_on()
+            assert run.output is not None
+            batch.state = run.output
+            batch.arguments[self._index] = ((), {})  # masks and positions that no later layer needs
 
-
-class _Shifts:
-    """Adds the differences between the inputs of a batch and those in the source to the moments of the batch."""
-
-    def __init__(self, watch: _Watch) -> None:
-        self._moments, self._left = watch.moments, watch.inputs
-
-    def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
-        for matrix in _matrices_in(weight):
-            if matrix in self._left:
-                self._moments[matrix].add_shift(x, self._left.pop(matrix))
-        if not self._left:
-            raise _EnoughSeen
-
-
-def _run_watched(walk: LayerWalk, index: int, batch: Batch, watch: Callable[[Tensor, CodedTensor, bool], None]) -> None:
-    with suppress(_EnoughSeen), watched_products(watch):
-        walk.run(index, batch)
+    def _begun(self, batch: Batch) -> _Run:
+        return _Run(partial(self._walk.run, self._index, batch), self._wanted)

@@ -51,7 +51,7 @@ _ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one b
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 _CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
 AT_ONCE = 1024  # most tokens per forward pass of a body
-MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs collected per pass, at least one
+_HELD_BYTES = 768 * _MIB  # activations of windows that wait within a layer, at least those of one pass
 # 2 x 32 tokens: logits of both models in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
 
@@ -158,11 +158,10 @@ def _rounding(plan: Plan) -> int:
     states = 4 * (plan.options.calibration_tokens or 0) * min(cols)
     walks = 2 if plan.options.rounding == GPTAQ else 1  # with their moments in fp32; the factor and inverse are fp64
     factors = (16 + 4 * walks) * max(cols) ** 2
-    experts = MOMENTS_BYTES if any(".experts." in i.name or len(i.shape) == 3 for i in weights) else 0
     matrix = 24 * max((math.prod(i.shape[-2:]) for i in weights), default=0)
     # A layer's experts, in two copies.
     codes = 3 * max((i.num_elements for i in weights if len(i.shape) == 3), default=0)
-    return _CALIBRATING_BYTES + 2 * walks * states + factors + experts + matrix + codes
+    return _CALIBRATING_BYTES + 2 * walks * states + factors + matrix + codes
 
 
 def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
@@ -205,12 +204,10 @@ def _memory_error(what: str, needed: int, budget: int, options: ConvertOptions) 
 
 
 def window_bytes(config: Any, length: int) -> int:
-    """Bytes of a body's activations for a window of `length` tokens, from the config that transformers reads."""
-    text = config.get_text_config()
-    hidden: int = text.hidden_size
-    inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
+    """Bytes of a body's activations for a window of `length` tokens."""
+    hidden, inner = _sizes(config)
     # In fp32: the residual, its norm, queries, keys, values, a sum or two; three tensors of the inner size.
-    return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
+    return 4 * length * (8 * hidden + 3 * inner)
 
 
 def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
@@ -220,3 +217,18 @@ def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
     """
     size = window_bytes(config, length) + 4 * length * num_outputs
     return max(min(AT_ONCE // length, _CALIBRATING_BYTES // size), 1)
+
+
+def held_together(config: Any, length: int, at_once: int) -> int:
+    """Number of passes of `at_once` windows whose activations are held within a layer."""
+    hidden, inner = _sizes(config)
+    # In fp32: six tensors of the hidden size before the output of attention; two and the inner one later.
+    return max(_HELD_BYTES // (4 * length * at_once * max(6 * hidden, 2 * hidden + inner)), 1)
+
+
+def _sizes(config: Any) -> tuple[int, int]:
+    """The hidden size and the largest inner one, from the config that transformers reads."""
+    text = config.get_text_config()
+    hidden: int = text.hidden_size
+    inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
+    return hidden, max(inner) if isinstance(inner, list) else inner

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lpconv
 from lpconv.convert import feedback, run as run_module
-from lpconv.convert.gptq import AIM, aimed_at_source, inverse_factor, round_with_feedback, step_to_source
+from lpconv.convert.gptq import Moment, round_with_feedback
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError
@@ -145,10 +145,9 @@ def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(
 
     def share_of_other_codes(path: Path) -> float:
         x = inputs_of(lpconv.load(path, dtype=torch.float32), name, windows)
-        inverse = inverse_factor(x.T @ x)
-        share = AIM if rounding == "gptaq" else 0.0
-        aim = aimed_at_source(weight, inverse, step_to_source(inverse, (source_x - x).T @ x), share=share)
-        return float((got != round_with_feedback(aim, inverse, scales, FORMATS["int4"])).float().mean())
+        moment = Moment.zero(x.shape[-1])
+        moment.add(x, source_x if rounding == "gptaq" else None)
+        return float((got != round_with_feedback(weight, moment.factor(), scales, FORMATS["int4"])).float().mean())
 
     assert share_of_other_codes(tmp_path / "output") < 0.02  # sums are taken in another order
     assert share_of_other_codes(plain) > 0.1
@@ -350,13 +349,16 @@ def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, k
             assert sum(is_same) == (".layers.1." in name)
 
 
-def test_moments_that_do_not_fit_are_collected_in_more_passes(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rounding", ["gptq", "gptaq"])
+def test_activations_that_are_not_held_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounding: str
 ) -> None:
-    for name, room in (("usual", feedback.MOMENTS_BYTES), ("short", 0)):
-        monkeypatch.setattr(feedback, "MOMENTS_BYTES", room)
-        rounded(plain, tmp_path / name, **INT4)
-    assert (tmp_path / "usual" / FILE).read_bytes() == (tmp_path / "short" / FILE).read_bytes()
+    model = with_demo_tokenizer(tiny("mixtral", tmp_path / "plain", vocab_size=num_words()))
+    monkeypatch.setattr(feedback, "windows_together", lambda *_: 3)
+    for name, held in (("usual", 100), ("two", 2), ("one", 1)):
+        monkeypatch.setattr(feedback, "held_together", lambda *_, held=held: held)
+        rounded(model, tmp_path / name, format="int4", granularity="group:16", rounding=rounding)
+    assert files_of(tmp_path / "usual") == files_of(tmp_path / "two") == files_of(tmp_path / "one")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])

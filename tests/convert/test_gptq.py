@@ -4,16 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.convert.gptq import (
-    DAMPING,
-    aimed_at_source,
-    inverse_factor,
-    round_to_nearest,
-    round_with_feedback,
-    step_to_source,
-)
+from lpconv.convert.gptq import AIM, DAMPING, Factor, Moment, round_to_nearest, round_with_feedback
 from lpconv.formats.spec import FORMATS, INTEGERS, Format
-from lpconv.models.layer_walk import Moment
 
 NAMES = (*INTEGERS, "e2m1", "e4m3fn", "e5m2")
 ROWS, COLS = 12, 150  # columns beyond two blocks
@@ -30,13 +22,17 @@ def _layer(element: Format, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _feedback(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) -> Tensor:
-    return round_with_feedback(weight, inverse_factor(hessian), scales, element)
+    return round_with_feedback(weight, factor_of(hessian), scales, element)
+
+
+def factor_of(hessian: Tensor) -> Factor:
+    return Moment(hessian_CC=hessian.clone()).factor()
 
 
 def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
     """The share of the squared output that changes."""
-    moment = Moment(hessian_CC=hessian, is_transposed=False)
-    return moment.squared_outputs(weight - rounded) / moment.squared_outputs(weight)
+    factor = factor_of(hessian)
+    return factor.squared_outputs(weight - rounded) / factor.squared_outputs(weight)
 
 
 def _textbook(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) -> Tensor:
@@ -71,19 +67,38 @@ def test_output_error_is_the_share_of_the_output_that_changes() -> None:
 
 
 def test_the_weight_is_aimed_at_the_source_by_damped_least_squares() -> None:
-    """W* minimises ‖W x̃ - W* x‖² + damping · ‖W* - W‖²."""
+    """Codes are those of W* without an aim, which minimises ‖W x̃ - W* x‖² + damping · ‖W* - W‖² for a full step."""
     generator = torch.Generator().manual_seed(0)
     source_x = torch.randn(400, COLS, generator=generator) @ torch.randn(COLS, COLS, generator=generator)
     x = source_x + torch.randn(400, COLS, generator=generator)
-    weight, hessian = torch.randn(ROWS, COLS, generator=generator), x.T @ x
-    inverse = inverse_factor(hessian)
-    found = aimed_at_source(weight, inverse, step_to_source(inverse, (source_x - x).T @ x), share=1.0)
-    wide = hessian.double()
+    weight, moment = torch.randn(ROWS, COLS, generator=generator), Moment.zero(COLS)
+    for part in (slice(0, 100), slice(100, 400)):
+        moment.add(x[part], source_x[part])
+    wide = x.double().T @ x.double()
     damped = torch.eye(COLS, dtype=torch.float64) * DAMPING * wide.diagonal().mean()
     target = weight.double() @ (source_x.double().T @ x.double() + damped)
-    torch.testing.assert_close(found, (target @ torch.linalg.inv(wide + damped)).float(), rtol=1e-3, atol=1e-4)
-    still = step_to_source(inverse, torch.zeros_like(hessian))
-    assert torch.equal(aimed_at_source(weight, inverse, still), weight)
+    aimed = weight.lerp((target @ torch.linalg.inv(wide + damped)).float(), AIM)
+    scales = torch.full_like(weight, 0.1)
+    found = round_with_feedback(weight, moment.factor(), scales, FORMATS["int8"])
+    wanted = _textbook(aimed, x.T @ x, scales, FORMATS["int8"])
+    assert (found != wanted).float().mean() < 0.02
+    assert (found != _textbook(weight, x.T @ x, scales, FORMATS["int8"])).float().mean() > 0.3
+
+
+@pytest.mark.parametrize("cols", [1023, 1024, 2100])
+def test_a_factor_of_large_moments_is_that_of_the_whole_matrix(cols: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, cols, generator=generator) * torch.rand(cols, generator=generator)
+    moment = Moment.zero(cols)
+    for part in x.split(40):
+        moment.add(part.view(1, len(part), cols))
+    factor = moment.factor()
+    hessian = (x.double().T @ x.double())[factor.order][:, factor.order]
+    wanted = hessian + torch.eye(cols, dtype=torch.float64) * DAMPING * hessian.diagonal().mean()
+    lower = factor.lower_CC.double()
+    torch.testing.assert_close(lower @ lower.T, wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(lower.tril(), lower)
+    assert factor.num_inputs == 64
 
 
 def test_uncorrelated_inputs_leave_nearest_rounding() -> None:
@@ -114,14 +129,13 @@ def test_a_weight_on_the_grid_stays_as_it_is() -> None:
     assert torch.equal(_feedback(weight, hessian, scales, FORMATS["int4"]), weight)
 
 
-def test_rows_are_rounded_alone_and_the_arguments_left_alone() -> None:
+def test_rows_are_rounded_alone_and_the_weight_left_alone() -> None:
     element = FORMATS["int4"]
     weight, hessian, scales = _layer(element)
-    before = weight.clone(), hessian.clone()
+    before = weight.clone()
     found = _feedback(weight, hessian, scales, element)
     assert torch.equal(found[3:5], _feedback(weight[3:5], hessian, scales[3:5], element))
-    assert torch.equal(weight, before[0])
-    assert torch.equal(hessian, before[1])
+    assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -129,4 +143,4 @@ def test_inputs_that_are_not_finite_are_an_error(wrong: float) -> None:
     _, hessian, _ = _layer(FORMATS["int4"])
     hessian[3, 3] = wrong
     with pytest.raises(ValueError, match="NaN, infinite"):
-        inverse_factor(hessian)
+        factor_of(hessian)
