@@ -10,13 +10,33 @@ from typing import Any, Generic, TypeVar
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.results import BenchRow, FinetuneResult, GapRecord, GateRecord, LogitsCheck, VerifyResult, WeightsCheck
+from lpconv.results import (
+    BenchRow,
+    FinetuneResult,
+    GapEstimate,
+    GapRecord,
+    GateRecord,
+    LogitsCheck,
+    VerifyResult,
+    WeightsCheck,
+)
 
 R = TypeVar("R")
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A mean difference of two models, and the smallest one that its pairs could have shown, None if unknown."""
+
+    value: float
+    detectable: float | None
+
+
+Figure = float | Difference | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +48,16 @@ class Gate:
     operator: str
     bound: float
 
-    def check(self, value: float | None) -> GateRecord:
-        """Check `value` against the bound. A value of None (not measured) fails."""
+    def check(self, figure: Figure) -> GateRecord:
+        """Check a figure against the bound. None (not measured) fails.
+
+        So does a mean difference within a bound that is smaller than the differences that its pairs could have shown.
+        """
+        value, shown = (figure.value, figure.detectable) if isinstance(figure, Difference) else (figure, None)
         passed = value is not None and _OPERATORS[self.operator](value, self.bound)
-        return GateRecord(expression=self.expression, value=value, passed=passed)
+        allowed = self.bound if self.operator in ("<", "<=") else -self.bound
+        could_fail = shown is None or allowed <= 0 or shown <= allowed
+        return GateRecord(expression=self.expression, value=value, passed=passed and could_fail, detectable=shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +67,9 @@ class GateTable(Generic[R]):
     `families` are metrics with a name of the user's after a colon, which they get: "task:arc_easy:acc_drop".
     """
 
-    metrics: Mapping[str, Callable[[R], float | None]]
+    metrics: Mapping[str, Callable[[R], Figure]]
     example: str
-    families: Mapping[str, Callable[[R, str], float | None]] = field(default_factory=dict)
+    families: Mapping[str, Callable[[R, str], Figure]] = field(default_factory=dict)
 
     def parse(self, text: str) -> Gate:
         """Parse ``METRIC>=NUMBER`` (or <=, >, <, ==). Raises UsageError that says what is wrong."""
@@ -66,7 +92,12 @@ class GateTable(Generic[R]):
         """Check each gate against the result. A metric that was not measured fails its gate."""
         return tuple(g.check(self._value(g.metric, result)) for g in gates)
 
-    def _value(self, metric: str, result: R) -> float | None:
+    def values(self, result: R) -> dict[str, float]:
+        """The metrics that were measured, by name."""
+        figures = {name: figure(result) for name, figure in self.metrics.items()}
+        return {n: f.value if isinstance(f, Difference) else f for n, f in figures.items() if f is not None}
+
+    def _value(self, metric: str, result: R) -> Figure:
         family, _, name = metric.partition(":")
         return self.families[family](result, name) if name else self.metrics[metric](result)
 
@@ -75,8 +106,12 @@ def _weights_metric(figure: Callable[[WeightsCheck], float]) -> Callable[[Verify
     return lambda result: figure(result.weights) if result.weights else None
 
 
-def _logits_metric(figure: Callable[[LogitsCheck], float | None]) -> Callable[[VerifyResult], float | None]:
+def _logits_metric(figure: Callable[[LogitsCheck], Figure]) -> Callable[[VerifyResult], Figure]:
     return lambda result: figure(result.logits) if result.logits else None
+
+
+def _difference(estimate: GapEstimate | None) -> Figure:
+    return None if estimate is None else Difference(value=estimate.value, detectable=estimate.detectable)
 
 
 _LOGITS_METRICS = {
@@ -88,6 +123,7 @@ _LOGITS_METRICS = {
 _TEXT_METRICS = {
     "reverse_kl": _logits_metric(lambda g: g.reverse_kl),
     "perplexity": _logits_metric(lambda g: g.perplexity),
+    "loss_gap": _logits_metric(lambda g: _difference(g.loss_gap)),
 }
 
 CONVERT_GATES = GateTable[VerifyResult](
@@ -100,10 +136,10 @@ CONVERT_GATES = GateTable[VerifyResult](
 )
 
 
-def _task_metric(result: VerifyResult, name: str) -> float | None:
+def _task_metric(result: VerifyResult, name: str) -> Figure:
     """The drop of a score, such as "arc_easy:acc_drop", or the upper end of its interval, "arc_easy:acc_drop_high"."""
     for check in result.tasks:
-        ends = {"_drop": check.drop.value, "_drop_high": check.drop.high} if check.drop else {}
+        ends = {"_drop": _difference(check.drop), "_drop_high": check.drop.high} if check.drop else {}
         for end, value in ends.items():
             if name == f"{check.task}:{check.metric}{end}":
                 return value
@@ -148,10 +184,14 @@ def _final_metric(name: str) -> Callable[[FinetuneResult], float | None]:
     return value
 
 
-def _gap_metric(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[FinetuneResult], float | None]:
+def _gap_of(gap: GapRecord) -> Figure:
+    return Difference(value=gap.gap, detectable=gap.detectable)
+
+
+def _gap_metric(name: str, figure: Callable[[GapRecord], Figure] = _gap_of) -> Callable[[FinetuneResult], Figure]:
     """A metric of the gap between run and twin."""
 
-    def value(result: FinetuneResult) -> float | None:
+    def value(result: FinetuneResult) -> Figure:
         gap = next((g for g in result.gaps if g.metric == name), None)
         return None if gap is None else figure(gap)
 
@@ -162,17 +202,17 @@ FINETUNE_GATES = GateTable[FinetuneResult](
     metrics={
         # Metrics of the published model, because the gate decides about that model; `own` is the arithmetic of the run.
         "loss": _final_metric("eval_loss_published"),
-        "loss_gap": _gap_metric("eval_loss_published", lambda g: g.gap),
+        "loss_gap": _gap_metric("eval_loss_published"),
         # Lower end of the gap's 95 % interval: above 0 if the gap exceeds the noise.
         "loss_gap_low": _gap_metric(
             "eval_loss_published", lambda g: None if g.half_width is None else g.gap - g.half_width
         ),
-        "loss_gap_fp32": _gap_metric("eval_loss_fp32", lambda g: g.gap),
-        "loss_gap_own": _gap_metric("eval_loss", lambda g: g.gap),
+        "loss_gap_fp32": _gap_metric("eval_loss_fp32"),
+        "loss_gap_own": _gap_metric("eval_loss"),
         "accuracy": _final_metric("eval_accuracy_published"),
-        "accuracy_gap": _gap_metric("eval_accuracy_published", lambda g: g.gap),
-        "accuracy_gap_own": _gap_metric("eval_accuracy", lambda g: g.gap),
-        "accuracy_gap_fp32": _gap_metric("eval_accuracy_fp32", lambda g: g.gap),
+        "accuracy_gap": _gap_metric("eval_accuracy_published"),
+        "accuracy_gap_own": _gap_metric("eval_accuracy"),
+        "accuracy_gap_fp32": _gap_metric("eval_accuracy_fp32"),
         "skipped": lambda result: sum(r.num_skipped for r in result.runs if r.role == "run"),
     },
     example="loss_gap<=0.05",

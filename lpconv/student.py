@@ -1,12 +1,17 @@
-"""Student's t distribution, for confidence intervals of small samples."""
+"""Student's t distribution, for confidence intervals of small samples and the differences that these can show."""
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lpconv.results import GapEstimate
 
+_MOST = 1000  # degrees of freedom from which the quantiles are those of the normal distribution, to 0.2 %
 
+
+@functools.lru_cache(maxsize=256)
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     """Quantile t for which mean ± t · s / √n covers the true mean with this confidence.
 
@@ -36,13 +41,40 @@ def _probability_within(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
+def detectable(error: float, count: int) -> float:
+    """The smallest true mean of `count` differences whose 95 % interval excludes 0 with 80 % power.
+
+    It is (t(97.5 %) + t(80 %)) · standard error (Bloom, Evaluation Review 19, 1995), which is too low by 14 % for 2
+    differences, 5 % for 3 and 2 % for 4.
+    """
+    return error * _errors_to_detect(count) if count > 1 else math.inf
+
+
+def _errors_to_detect(count: int) -> float:
+    freedom = min(count - 1, _MOST)
+    return t_quantile(freedom) + t_quantile(freedom, confidence=0.6)
+
+
+def with_plan(estimate: GapEstimate, wanted: float) -> GapEstimate:
+    """The estimate with the number of pairs that would show a `wanted` difference, if they vary as its pairs do.
+
+    The number is None if the pairs say nothing about it: a single one, or no difference in any.
+    """
+    deviation, count = estimate.deviation, _MOST
+    if not deviation:
+        return replace(estimate, wanted=wanted)
+    for _ in range(5):  # the quantiles depend little on the count
+        count = max(math.ceil((_errors_to_detect(count) * deviation / wanted) ** 2), 2)
+    return replace(estimate, wanted=wanted, num_needed=count)
+
+
 def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
     """The mean of paired differences with Student's interval, which is infinite for a single or non-finite gap."""
     mean, count = statistics.fmean(gaps), len(gaps)
     if count == 1 or not math.isfinite(mean):
-        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
-    width = t_quantile(count - 1, confidence) * statistics.stdev(gaps) / count**0.5
-    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)
+        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1, detectable=math.inf)
+    deviation = statistics.stdev(gaps)
+    return _estimate(mean, deviation, deviation / count**0.5, count, confidence)
 
 
 def estimate_share(num_up: int, num_down: int, count: int) -> GapEstimate:
@@ -54,5 +86,17 @@ def estimate_share(num_up: int, num_down: int, count: int) -> GapEstimate:
     """
     mean, further = (num_up - num_down) / count, count + 2
     squares = num_up + num_down + 1 - (num_up - num_down) ** 2 / further
-    width = t_quantile(count - 1) * math.sqrt(squares) / further if count > 1 else math.inf
-    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)
+    deviation = math.sqrt((num_up + num_down) / count - mean**2)
+    return _estimate(mean, deviation, math.sqrt(squares) / further, count)
+
+
+def _estimate(mean: float, deviation: float, error: float, count: int, confidence: float = 0.95) -> GapEstimate:
+    width = t_quantile(count - 1, confidence) * error if count > 1 else math.inf
+    return GapEstimate(
+        value=mean,
+        low=mean - width,
+        high=mean + width,
+        count=count,
+        deviation=deviation,
+        detectable=detectable(error, count),
+    )

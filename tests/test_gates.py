@@ -26,24 +26,27 @@ def test_a_figure_that_was_not_measured_fails_its_gate() -> None:
     assert (record.value, record.passed) == (None, False)
 
 
-_DROP = GapEstimate(value=0.012, low=0.004, high=0.02, count=400)
+_DROP = GapEstimate(value=0.012, low=0.004, high=0.02, count=400, detectable=0.015)
 _TASK = TaskCheck(
     task="arc_easy", metric="exact_match,strict-match", num_questions=400, score=0.5, source_score=0.512, drop=_DROP
 )
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
+    ("expression", "value", "passed"),
     [
-        ("task:arc_easy:exact_match,strict-match_drop<=0.02", 0.012),
-        ("task:arc_easy:exact_match,strict-match_drop_high<=0.02", 0.02),
-        ("task:arc_easy:acc_drop<=0.02", None),
+        ("task:arc_easy:exact_match,strict-match_drop<=0.02", 0.012, True),
+        ("task:arc_easy:exact_match,strict-match_drop<=0.014", 0.012, False),  # 400 questions would not show 0.014
+        ("task:arc_easy:exact_match,strict-match_drop<=0", 0.012, False),
+        ("task:arc_easy:exact_match,strict-match_drop>=0", 0.012, True),
+        ("task:arc_easy:exact_match,strict-match_drop_high<=0.02", 0.02, True),
+        ("task:arc_easy:acc_drop<=0.02", None, False),
     ],
 )
-def test_a_gate_on_a_task(expression: str, value: float | None) -> None:
+def test_a_gate_on_a_task(expression: str, value: float | None, passed: bool) -> None:
     result = VerifyResult(level="weights", passed=True, tasks=(_TASK,))
     (record,) = VERIFY_GATES.check([VERIFY_GATES.parse(expression)], result)
-    assert (record.value, record.passed) == (value, value is not None)
+    assert (record.value, record.passed) == (value, passed)
 
 
 @pytest.mark.parametrize("bound", ["nan", "many"])

@@ -4,8 +4,9 @@ import math
 
 import mpmath
 import pytest
+import torch
 
-from lpconv.student import estimate_mean, estimate_share, t_quantile
+from lpconv.student import detectable, estimate_mean, estimate_share, t_quantile, with_plan
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.99])
@@ -50,3 +51,15 @@ def test_an_interval_of_shares_approaches_students() -> None:
 def test_no_difference_still_has_an_interval() -> None:
     assert estimate_share(0, 0, 400).high == pytest.approx(0.0049, abs=1e-4)
     assert estimate_share(0, 0, 1).high == math.inf
+
+
+def test_a_planned_number_of_pairs_shows_the_difference_in_80_per_cent_of_cases() -> None:
+    """Normal differences, 0.15 of their deviation from 0: 0.8 ± 3 standard errors over 2,000 samples."""
+    draws = torch.Generator().manual_seed(0)
+    pilot = estimate_mean((torch.randn(100_000, generator=draws, dtype=torch.float64) * 2).tolist())
+    count = with_plan(pilot, 0.3).num_needed
+    assert count is not None
+    samples = 0.3 + 2 * torch.randn(2000, count, generator=draws, dtype=torch.float64)
+    shown = sum(estimate_mean(sample.tolist()).low > 0 for sample in samples)
+    assert shown / 2000 == pytest.approx(0.8, abs=0.027)
+    assert detectable(2 / count**0.5, count) == pytest.approx(0.3, rel=0.01)

@@ -75,7 +75,7 @@ def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:
     error = gate_problem(result)
     if error is not None:
         raise error
-    figures = {name: value for name, figure in FINETUNE_GATES.metrics.items() if (value := figure(result)) is not None}
+    figures = FINETUNE_GATES.values(result)
     return JobOutcome(source=source, figures=figures, warnings=result.warnings, versions=result.versions)
 
 

@@ -196,4 +196,7 @@ def failed_gates(gates: Sequence[GateRecord]) -> tuple[str, ...]:
 def gate_check(gate: GateRecord) -> Check:
     """A gate as a check, with the value that was compared."""
     text = "not measured" if gate.value is None else f"the value is {number_text(gate.value)}"
+    if gate.detectable is not None:
+        only = "a" if gate.passed else "only a"
+        text += f"; {only} difference above {number_text(gate.detectable)} would have been seen"
     return Check(name=f"gate {gate.expression}", outcome="passed" if gate.passed else "failed", text=text)

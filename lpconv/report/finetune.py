@@ -119,16 +119,17 @@ def gap_table(result: FinetuneResult) -> Table:
     rows: list[Row] = []
     for g in result.gaps:
         says = {None: "one seed", True: "yes", False: "no"}[g.exceeds_noise]
-        name, error = metric_name(g.metric), _error_text(g.metric, g.standard_error)
-        rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), error, says))
+        ends = (figure_text(g.metric, g.run), figure_text(g.metric, g.twin))
+        errors = (_error_text(g.metric, g.standard_error), _error_text(g.metric, g.detectable))
+        rows.append((metric_name(g.metric), *ends, noise_text(g), *errors, says))
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
             rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
-                         f"{100 * math.expm1(g.gap):+.2g} %", MISSING, says))  # fmt: skip
+                         f"{100 * math.expm1(g.gap):+.2g} %", MISSING, MISSING, says))  # fmt: skip
     return Table(
-        columns=("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "<Beyond noise?"),
+        columns=("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "Seen from", "<Beyond noise?"),
         rows=tuple(rows),
         caption="After the last step, mean over seeds. The gap has a 95 % interval from paired seeds and a "
-        "standard error over held-out batches.",
+        "standard error over held-out batches; a true gap of Seen from would exceed the noise in 80 % of cases.",
     )
 
 
@@ -221,7 +222,9 @@ def verdict(result: FinetuneResult) -> str:
     if g.exceeds_noise is None:
         text += " One seed cannot separate this from noise; use --seeds 3."
     else:
-        text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)."
+        text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)"
+        shown = "" if g.detectable is None else f", which would show a gap above {_error_text(g.metric, g.detectable)}"
+        text += f"{shown}."
     return text
 
 
@@ -460,7 +463,7 @@ def _figures(r: FinetuneResult) -> Mapping[str, str]:
     figures |= {
         f"{metric_name(s.name, r)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values
     }
-    for name, of_run, of_twin, gap, error, _ in texts_of(gap_table(r)):
+    for name, of_run, of_twin, gap, error, *_ in texts_of(gap_table(r)):
         figures |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
         figures[f"{name}, standard error of the gap"] = error
     for h in (h for h in r.held_out if h.role == "run"):

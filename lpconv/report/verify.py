@@ -1,7 +1,7 @@
 """Documents of a verification: the checks, their results, the distance between two checkpoints, and scores in tasks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from lpconv.report.document import (
@@ -39,6 +39,7 @@ from lpconv.results import (
     ComparedTensor,
     FeedbackCheck,
     FilesCheck,
+    GapEstimate,
     HashCheck,
     LogitsCheck,
     OpenedCheck,
@@ -142,11 +143,22 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
         ("Same top prediction", percent(logits.top1_agreement), "of positions"),
         ("Perplexity", number_text(logits.perplexity, 4), "of the next token, this model"),
         ("Perplexity, other", number_text(logits.source_perplexity, 4), "of the next token, the model compared with"),
+        *(_loss_rows(logits.loss_gap) if logits.loss_gap else ()),
         ("Relative error", error_text(logits.rel_error), "of all outputs, in the 2-norm"),
         ("Largest difference", error_text(logits.max_abs_diff), "of one output"),
     )
     table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
     return section("What both models say", _inputs_words(logits, is_exact=False), table)
+
+
+def _loss_rows(gap: GapEstimate) -> Iterator[tuple[str, str, str]]:
+    """The rise of the loss, the one that the text could have shown, and the windows that the wanted one needs."""
+    width = f" ± {gap.high - gap.value:.2g}" if gap.count > 1 else ""
+    yield "Rise of the loss", f"{gap.value:+.2g}{width}", f"nats per next token, over {plural(gap.count, 'window')}"
+    if gap.detectable is not None and gap.detectable < math.inf:
+        yield "Rise seen from", number_text(gap.detectable, 2), "nats, with 80 % power"
+    if gap.num_needed is not None:
+        yield "Windows needed", count_text(gap.num_needed), f"to see {number_text(gap.wanted)} with 80 % power"
 
 
 def _inputs_words(logits: LogitsCheck, *, is_exact: bool) -> str:
@@ -368,7 +380,9 @@ def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.rel_error is not None and not parts:
         parts.append(f"outputs on text are within a relative error of {error_text(check.rel_error)} of the source's")
     if check.perplexity is not None and check.source_perplexity is not None:
-        parts.append(f"perplexity {number_text(check.source_perplexity, 4)} → {number_text(check.perplexity, 4)}")
+        shown = check.loss_gap.detectable if check.loss_gap else None
+        seen = f" (above {100 * math.expm1(shown):.2g} % more would be seen)" if shown and shown < 1 else ""
+        parts.append(f"perplexity {number_text(check.source_perplexity, 4)} → {number_text(check.perplexity, 4)}{seen}")
     if check.top1_agreement is not None:
         parts.append(f"the same top prediction at {percent(check.top1_agreement)} of positions")
     return ", ".join(parts) or "outputs were compared with the source's"
@@ -388,12 +402,17 @@ def task_text(check: TaskCheck) -> str:
     if check.drop is None:
         scores = f"{_score_text(check, check.score)}, and {_score_text(check, check.source_score)} for the source"
         return f"{check.metric} on {check.task} is {scores} ({questions}; not a mean, so without an interval)"
+    known = _drop_text(check, check.drop.detectable) != MISSING
+    shown = f"; a drop above {_drop_text(check, check.drop.detectable)} would have been seen" if known else ""
+    if check.drop.num_needed:
+        needed = plural(check.drop.num_needed, "question")
+        shown += f", and {_drop_text(check, check.drop.wanted)} by {needed}"
     if check.drop.low <= 0 <= check.drop.high:
         gain = _gain_text(check, 0.0 - check.drop.value)
-        return f"no difference on {check.task} that {questions} could show ({check.metric}: {gain})"
+        return f"no difference on {check.task} that {questions} could show ({check.metric}: {gain}{shown})"
     word = "loses" if check.drop.value > 0 else "gains"
     gain = _gain_text(check, abs(check.drop.value)).removeprefix("+")
-    return f"{word} {gain} on {check.task} ({check.metric}, {questions})"
+    return f"{word} {gain} on {check.task} ({check.metric}, {questions}{shown})"
 
 
 def _task_tile(check: TaskCheck) -> Tile:
@@ -406,10 +425,10 @@ def _task_tile(check: TaskCheck) -> Tile:
 def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
     """The scores of both models, and the difference with its interval."""
     flips = ("Right → wrong", "Wrong → right") if any(c.num_lost is not None for c in checks) else ()
-    columns = ("Task", "<Score", "Questions", "Compared with", "This model", "Gain", *flips)
+    columns = ("Task", "<Score", "Questions", "Compared with", "This model", "Gain", "Seen from", *flips)
     about = (
         "Both models answered the same questions. ± is the 95 % interval of the gain, from the differences question by "
-        "question."
+        "question; a true drop of Seen from would be outside of it in 80 % of cases."
     )
     rows = tuple(_row(c)[: len(columns)] for c in checks)
     rounded = next((f"This model ran with {w}." for w in map(_rounding_words, checks) if w), "")
@@ -419,12 +438,20 @@ def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
 def _row(check: TaskCheck) -> tuple[str, ...]:
     scores = (_score_text(check, score) for score in (check.source_score, check.score))
     gain = _gain_text(check, 0.0 - check.drop.value) if check.drop else MISSING
+    shown = _drop_text(check, check.drop.detectable) if check.drop else MISSING
     flips = map(count_text, (check.num_lost, check.num_won))
-    return (check.task, check.metric, count_text(check.num_questions), *scores, gain, *flips)
+    return (check.task, check.metric, count_text(check.num_questions), *scores, gain, shown, *flips)
 
 
 def _score_text(check: TaskCheck, score: float) -> str:
     return number_text(score) if check.num_lost is None else share_text(score, 1)
+
+
+def _drop_text(check: TaskCheck, drop: float | None) -> str:
+    """A drop without a sign, in percentage points for scores that are shares."""
+    if drop is None or drop == math.inf:
+        return MISSING
+    return f"{drop:.2g}" if check.num_lost is None else f"{100 * drop:.1f} points"
 
 
 def _gain_text(check: TaskCheck, gain: float) -> str:

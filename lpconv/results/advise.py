@@ -11,13 +11,20 @@ class GapEstimate:
     """Mean of `count` paired differences, and its 95 % interval from `low` to `high`.
 
     In an advice it is the cost of a candidate, in nats of loss or as a relative error of the outputs, and the pairs are
-    windows of text or seeds. In a verification it is the drop of a score, and the pairs are the questions of a task.
+    windows of text or seeds. In a verification it is the drop of a score, and the pairs are the questions of a task,
+    or the rise of the loss, and the pairs are windows of text. `deviation` is their standard deviation, and
+    `detectable` the smallest true difference whose 95 % interval would exclude 0 in 80 % of cases; `num_needed` pairs
+    would make it as small as `wanted`.
     """
 
     value: float
     low: float
     high: float
     count: int
+    deviation: float | None = None
+    detectable: float | None = None
+    wanted: float | None = None
+    num_needed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

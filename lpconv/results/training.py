@@ -230,8 +230,9 @@ class GapRecord:
     """Difference of a held-out metric between the run and its twin after the last step, as means over seeds.
 
     `gap` is run minus twin. `half_width` is half of its 95 % interval from paired seeds (Student's t), `noise` the
-    standard deviation of the twin over seeds; both None with one seed. `standard_error` is for the gap between held-out
-    batches, which more seeds do not reduce; None with one batch.
+    standard deviation of the twin over seeds, `detectable` the smallest true gap that these seeds show with 80 % power;
+    all None with one seed. `standard_error` is for the gap between held-out batches, which more seeds do not reduce;
+    None with one batch.
     """
 
     metric: str
@@ -241,6 +242,7 @@ class GapRecord:
     half_width: float | None = None
     noise: float | None = None
     standard_error: float | None = None
+    detectable: float | None = None
 
     @property
     def exceeds_noise(self) -> bool | None:

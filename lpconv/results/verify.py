@@ -91,9 +91,10 @@ class LogitsCheck:
 
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite in the source, and are infinite or
     NaN if the result's are; `top1_agreement` is the share of positions with the same top output; `mean_kl` is KL(source
-    ‖ result) in nats per position. On a text, `reverse_kl` is KL(result ‖ source), and the perplexities are of the next
-    token, None if the model does not predict it. Inputs of the result's layers are rounded as its readers do:
-    `rounded_inputs` says to what, such as "e4m3fn per token", None if they are not rounded.
+    ‖ result) in nats per position. On a text, `reverse_kl` is KL(result ‖ source), the perplexities are of the next
+    token, and `loss_gap` is the rise of its loss in nats, over windows; None if the model does not predict it. Inputs
+    of the result's layers are rounded as its readers do: `rounded_inputs` says to what, such as "e4m3fn per token",
+    None if they are not rounded.
     """
 
     max_abs_diff: float | None = None
@@ -104,6 +105,7 @@ class LogitsCheck:
     reverse_kl: float | None = None
     perplexity: float | None = None
     source_perplexity: float | None = None
+    loss_gap: GapEstimate | None = None
     model_class: str | None = None
     inputs: str | None = None
     is_text: bool = False
@@ -139,11 +141,15 @@ class TaskCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class GateRecord:
-    """One ``--gate``: its expression, the measured value, and whether it passed."""
+    """One ``--gate``: its expression, the measured value, and whether it passed.
+
+    `detectable` is the smallest difference that the measurement could have shown, if it is one of two models.
+    """
 
     expression: str
     value: float | None
     passed: bool
+    detectable: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from lpconv.errors import UsageError, VerificationError
 from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.report.document import failed_gates
 from lpconv.results import EvaluationRecord, FinetuneResult, GapRecord, HeldOutRecord, RunRecord, to_json
-from lpconv.student import t_quantile
+from lpconv.student import detectable, t_quantile
 from lpconv.train.options import FinetuneOptions
 
 Figures = tuple[float, ...]
@@ -65,6 +65,7 @@ def _gap(metric: str, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> GapRecord
         half_width=None if spread is None else t_quantile(count - 1) * spread / count**0.5,
         noise=statistics.stdev(twin for _, twin in ends) if count > 1 else None,
         standard_error=gap_error(pairs, metric),
+        detectable=None if spread is None else detectable(spread / count**0.5, count),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from lpconv.options import Option, TrustRemoteCode, gate_option
 
@@ -61,4 +61,9 @@ class VerifyOptions:
         ),
     ] = None
     max_tokens: Annotated[int, Ge(1), Option("Largest number of tokens to read")] = 4096
+    detect: Annotated[
+        float | None,
+        Gt(0),
+        Option("Say how many questions or tokens show this drop of a score, or rise of the loss, with 80 % power"),
+    ] = None
     trust_remote_code: TrustRemoteCode = False

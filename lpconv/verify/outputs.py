@@ -42,8 +42,9 @@ from lpconv.plan.memory import AT_ONCE, window_bytes
 from lpconv.plan.provenance import sqnr_db
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
-from lpconv.results import LogitsCheck
+from lpconv.results import GapEstimate, LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.student import estimate_mean, with_plan
 from lpconv.summed import Summed, joined
 
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
@@ -203,7 +204,8 @@ class _TokenSums(Summed):
     """Sums over tokens.
 
     `num` tokens, `kl` KL of the source to the result and `back` the reverse, `same` equal top-1 choices, `error` Σ(y -
-    ŷ)², `signal` Σy², `largest` |y - ŷ|, `equal` whether all bits agree; and next-token losses of result and source.
+    ŷ)², `signal` Σy², `largest` |y - ŷ|, `equal` whether all bits agree; and next-token losses of result and source,
+    with the `rises` from source to result one by one.
     """
 
     num: int = 0
@@ -217,13 +219,22 @@ class _TokenSums(Summed):
     num_next: int = 0
     loss: float = 0.0
     source_loss: float = 0.0
+    rises: tuple[float, ...] = ()
 
 
 def compare_on_text(
-    model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
+    model: Openable,
+    reference: Openable,
+    data: Path,
+    *,
+    seq_len: int | None,
+    max_tokens: int,
+    progress: Progress,
+    detect: float | None = None,
 ) -> tuple[LogitsCheck, Mapping[str, tuple[float | None, float]]]:
     """Compare the models of two checkpoints on a text, in windows of `seq_len` tokens, `max_tokens` at most.
 
+    `detect` is a rise of the loss for which the record says how many windows show it.
     Also returns the SQNR of inputs and outputs of the layers with a quantised weight, by its name. The tokenizer is the
     reference's, if it has one. Raises InputError if neither has one, UnsupportedError for models without a head over
     tokens, ResourceError if memory cannot hold the activations of one window.
@@ -255,12 +266,21 @@ def compare_on_text(
         check = replace(
             _check_of(total),
             reverse_kl=total.back / total.num,
+            loss_gap=_loss_gap(total.rises, length - 1, detect),
             model_class=type(converted).__name__,
             inputs="; ".join((words, *tokens.doubts)),
             is_text=True,
             rounded_inputs=rounding_words(converted),
         )
         return check, layers.sqnrs_db
+
+
+def _loss_gap(rises: Sequence[float], num_next: int, wanted: float | None) -> GapEstimate | None:
+    """The rise of the loss over windows of `num_next` predicted tokens each, which depend on each other."""
+    if not rises:
+        return None
+    estimate = estimate_mean(torch.tensor(rises, dtype=torch.float64).view(-1, num_next).mean(1).tolist())
+    return estimate if wanted is None else with_plan(estimate, wanted)
 
 
 class _Layers:
@@ -398,7 +418,7 @@ def _compare_slice(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor) -> _T
     log_p, log_q = x.log_softmax(-1), y.log_softmax(-1)
     finite, known = torch.isfinite(x), following_T >= 0
     difference, at = (x - y)[finite], following_T[known].unsqueeze(1)
-    loss, source_loss = (-float(p[known].gather(1, at).sum()) for p in (log_q, log_p))
+    losses, source_losses = (-p[known].gather(1, at).squeeze(1) for p in (log_q, log_p))
     return _TokenSums(
         num=len(x),
         kl=float(_divergence(log_p, log_q).sum()),
@@ -409,6 +429,7 @@ def _compare_slice(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor) -> _T
         largest=float(difference.abs().max()) if difference.numel() else 0.0,
         equal=torch.equal(wanted_TV, got_TV),
         num_next=int(known.sum()),
-        loss=loss,
-        source_loss=source_loss,
+        loss=float(losses.sum()),
+        source_loss=float(source_losses.sum()),
+        rises=tuple((losses - source_losses).tolist()),
     )

@@ -31,7 +31,7 @@ from lpconv.storage.source import open_source
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
-from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
+from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks, with_plans
 
 
 @with_keywords(VerifyOptions)
@@ -54,6 +54,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     size (`outputs.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
     """
     check(options)
+    if options.detect is not None and options.data is None and not options.tasks:
+        raise UsageError("--detect needs a text or tasks to plan for", hint="add --data FILE or --tasks NAME")
     options = with_source(directory, options)
     check_tasks(options)
     gates = [VERIFY_GATES.parse(g) for g in options.gates]
@@ -73,7 +75,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if options.tasks:
         assert options.against is not None
         answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
-        result = dataclasses.replace(result, tasks=answers)
+        result = dataclasses.replace(result, tasks=with_plans(answers, options.detect))
     if options.data is None and not options.tasks:
         return result
     if quantization_method(Checkpoint.open(directory).config) == MODELOPT.name:
@@ -187,7 +189,13 @@ def _with_text(
 
     assert options.data is not None  # a comparison of weights alone does not come here
     logits, layers = compare_on_text(
-        directory, reference, options.data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
+        directory,
+        reference,
+        options.data,
+        seq_len=options.seq_len,
+        max_tokens=options.max_tokens,
+        progress=progress,
+        detect=options.detect,
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
     tensors = tuple(

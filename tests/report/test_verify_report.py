@@ -125,15 +125,15 @@ def test_an_error_names_the_first_problems_and_counts_the_rest() -> None:
 
 
 def test_answers_to_tasks_are_a_step_a_headline_and_a_table() -> None:
-    drop = GapEstimate(value=0.025, low=0.005, high=0.045, count=400)
+    drop = GapEstimate(value=0.025, low=0.005, high=0.045, count=400, detectable=0.028)
     task = TaskCheck(
         task="quiz", metric="acc", num_questions=400, score=0.5, source_score=0.525, drop=drop, num_lost=14, num_won=4
     )
     document = described(level="weights", passed=True, weights=weights(), tasks=(task,))
     outcome, said = steps(document)["task"]
     assert outcome == "passed"
-    assert re.match(r"loses 2\.5 ± 2\.0 points .*quiz \(acc, 400 ", said)
+    assert re.match(r"loses 2\.5 ± 2\.0 points .*quiz \(acc, 400 .*2\.8 points", said)
     tile = next(t for t in document.tiles if t.label == "quiz, acc")
     assert tile.figure == "-2.5 ± 2.0 points"
     (table,) = (b for b in section_of(document, "Answers to tasks").blocks if isinstance(b, Table))
-    assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 ± 2.0 points", "14", "4"),)
+    assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 ± 2.0 points", "2.8 points", "14", "4"),)

@@ -360,4 +360,5 @@ def test_seeds_give_the_gap_an_interval(tmp_path: Path) -> None:
     ]
     assert gap.gap == pytest.approx(sum(differences) / 2)
     assert [gate.value for gate in result.gates] == [gap.gap, gap.gap - (gap.half_width or 0)]
+    assert gap.detectable == pytest.approx((12.706 + 1.3764) * abs(differences[0] - differences[1]) / 2, rel=1e-3)
     assert gap.half_width == pytest.approx(12.706 * abs(differences[0] - differences[1]) / 2, rel=1e-3)

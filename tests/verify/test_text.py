@@ -95,6 +95,11 @@ def test_it_is_what_whole_models_say(tmp_path: Path, kind: str, monkeypatch: pyt
     losses = [functional.cross_entropy(x[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for x in said]
     assert got.source_perplexity == pytest.approx(float(losses[0].exp()), rel=1e-4)
     assert got.perplexity == pytest.approx(float(losses[1].exp()), rel=1e-4)
+    by_window = [functional.cross_entropy(x[:, :-1].mT, ids[:, 1:], reduction="none").mean(1).double() for x in said]
+    rises, gap = by_window[1] - by_window[0], got.loss_gap
+    assert gap is not None
+    assert (gap.count, gap.value) == (TOKENS // LENGTH, pytest.approx(float(rises.mean()), rel=1e-2, abs=1e-6))
+    assert gap.high - gap.value == pytest.approx(2.7764 * float(rises.std()) / 5**0.5, rel=1e-2)  # t of 4
 
 
 def test_no_matrix_is_ever_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +125,10 @@ def test_the_command_says_it_and_gates_ask_for_it(tmp_path: Path, monkeypatch: p
     text(tmp_path)
     convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
     common = ["verify", "out", "--against", "demo", "--data", "text.txt", "--seq-len", "24", "--max-tokens", "96"]
-    said = CliRunner().invoke(app, [*common, "--gate", "kl<=0.01", "--gate", "perplexity<=10"])
+    said = CliRunner().invoke(app, [*common, "--gate", "kl<=0.01", "--gate", "perplexity<=10", "--detect", "0.5"])
     assert said.exit_code == 0, said.stderr
     assert "perplexity" in said.stdout
+    assert re.search(r"needed +\d", said.stdout)
     assert "96 tokens" in said.stdout.replace("\n", " ")
     (without_source := [*common]).remove("--against")
     without_source.remove("demo")
