@@ -97,7 +97,13 @@ def weighted_modules(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
 
 
+def block_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """The lists of repeated blocks of a model that are not within another list. A block has modules of its own."""
+    lists = {name: [*m] for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [blocks for name, blocks in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return [blocks for blocks in outer if any(True for block in blocks for _ in block.children())]
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model: its longest ModuleList, or the model itself if it has none."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    return max(lists, key=len) if lists else [model]
+    """The repeated blocks of the model: its longest list of blocks, or the model itself if it has none."""
+    return max(block_lists(model), key=len, default=[model])

@@ -146,9 +146,9 @@ def _prepared(model: Openable, output: Path | str, options: ConvertOptions, prog
     options, notes = suited_options(options, checkpoint)
     _check_place(output, options)
     if options.calibrate is not None:
-        check_reads_text(
-            checkpoint.config, hint="leave --calibrate out, with --rounding nearest and without static scales"
-        )
+        reads_pairs = options.calibrate != SELF and options.kv_cache is None
+        hint = "leave --calibrate out, with --rounding nearest and without static scales"
+        check_reads_text(checkpoint.config, hint=hint, allow_pairs=reads_pairs)
         check_tokenizer(checkpoint.directory)
     own_text = _place_of_own_text(output, options) if options.calibrate == SELF else None
     options = options if own_text is None else dataclasses.replace(options, calibrate=str(own_text))

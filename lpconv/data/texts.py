@@ -28,7 +28,7 @@ _MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
 SEQ_LEN = 128  # default, if the model has that many positions
 # In these models positions start after the padding id, so two positions are unused.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
-
+_OF_SOUND = {"num_mel_bins", "input_feat_per_channel", "feat_extract_norm"}  # settings of models that read sound
 _TOKENIZERS = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
@@ -281,7 +281,7 @@ def check_reads_text(config: Mapping[str, Any], *, hint: str, allow_pairs: bool 
     if config.get("is_encoder_decoder") and not allow_pairs:
         raise UnsupportedError(f"`{name}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
     is_image = "image_size" in config and "vocab_size" not in config
-    if (is_image or "num_mel_bins" in config) and "text_config" not in config:
+    if (is_image or config.keys() & _OF_SOUND) and "text_config" not in config:
         raise UnsupportedError(f"`{name}` does not read text", hint=hint)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lpconv.data.texts import SEQ_LEN, check_seq_len, num_positions
 from lpconv.errors import UnsupportedError
-from lpconv.models.tasks import TEXT_AND_IMAGE
+from lpconv.models.tasks import SEQ2SEQ, TEXT_AND_IMAGE, task_of
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
 _SAMPLES = 8000  # audio samples: half a second at the usual 16 kHz
@@ -76,6 +76,21 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
         generator = torch.Generator().manual_seed(_SEED + 1)
         inputs["decoder_input_ids"] = _token_ids(config, generator)["input_ids"]
     return inputs
+
+
+def read_windows(model: Any, ids_NL: Tensor, *, whole: bool = False, **further: Any) -> None:
+    """Run a model's body, or the `whole` model, on windows of text. Of models for text and images, run the text part.
+
+    A decoder after an encoder reads the same text, shifted as the class shifts labels.
+    """
+    body = model.get_decoder() if hasattr(model.config, "text_config") else model.base_model
+    inputs = {"input_ids": ids_NL, "attention_mask": torch.ones_like(ids_NL), **further}
+    if task_of(type(model).__name__) is SEQ2SEQ:
+        model(**inputs, labels=ids_NL)
+    elif model.config.is_encoder_decoder:
+        model.base_model(**inputs, decoder_input_ids=ids_NL)
+    else:
+        (model if whole else body)(**inputs)
 
 
 def describe_inputs(inputs: Mapping[str, Tensor]) -> str:

@@ -14,9 +14,10 @@ product is wanted.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from threading import Semaphore, Thread
 from typing import Any, Self, TypeAlias
 from weakref import ref
@@ -25,40 +26,66 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
-from lpconv.layers import blocks_of
+from lpconv.layers import block_lists
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import CodedTensor, watched_products
+from lpconv.models.inputs import read_windows
 from lpconv.models.load import load_from_files
 from lpconv.models.tasks import architecture
 from lpconv.storage.checkpoint import Checkpoint
 
 _INDEX = re.compile(r"\.\d+(?=\.)")  # number of a layer, or of an expert in it
 _HINT = "its weights can be rounded to nearest only: --rounding nearest"
-# The index of a layer, its input state, and its other arguments.
-_Call: TypeAlias = tuple[int, Any, tuple[Any, ...], dict[str, Any]]
+_GLANCE = 16  # tokens that show which layers a text reaches
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer, without the state
+_Others: TypeAlias = tuple[Any, ...] | None  # results of a layer after the state; None if it returns the state alone
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """A call of a layer in a model. `others` are those of the first layer of its stack."""
+
+    layer: nn.Module
+    state: Tensor
+    arguments: _Arguments
+    others: _Others
 
 
 @dataclass(kw_only=True, eq=False)
 class Batch:
-    """Windows that run together: the hidden state before the next layer, and each layer's other arguments."""
+    """Windows that run together: the hidden state before the next layer, and the other arguments of the next layers.
 
+    The model may have passed `others` on to later layers. `results` are those of the stacks that are done: each layer
+    has the result of the last one.
+    """
+
+    ids_NL: Tensor
     state: Tensor
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    arguments: dict[int, _Arguments] = field(default_factory=dict)
+    others: _Others = None
+    results: dict[nn.Module, Any] = field(default_factory=dict)
 
 
 class LayerWalk:
-    """The layers of `model`, run one by one on some windows, `at_once` together.
+    """The layers of `model` that a text reaches, run one by one on some windows, `at_once` together.
 
-    Memory is that of a hidden state: tokens by hidden size. Raises UnsupportedError for a model that does not run each
-    of its layers once, on the output of the one before.
+    They are one stack, or several between which the model computes something, such as an encoder and a decoder. Memory
+    is that of a hidden state for each stack: tokens by hidden size. Raises UnsupportedError for a model that runs a
+    layer several times.
     """
 
     def __init__(self, model: Any, windows_NL: Tensor, *, at_once: int) -> None:
-        self.layers = blocks_of(model)
-        self._returns_tuple: bool | None = None
-        self._model_name = type(model).__name__
-        with torch.no_grad():
-            self.batches = tuple(self._noted(model, ids_NL) for ids_NL in torch.split(windows_NL, at_once))
+        self._model = model
+        self._known: dict[nn.Module, _Others] = {}
+        glance = Batch(ids_NL=windows_NL[:1, :_GLANCE], state=windows_NL)
+        calls = self._recorded(glance, [x for layers in block_lists(model) for x in layers])
+        self._known = {c.layer: c.others for c in calls if not any(isinstance(x, Tensor) for x in c.others or ())}
+        self._stacks = [[c.layer for c in stack] for _, stack in groupby(calls, key=lambda c: id(c.state))]
+        self.layers = [c.layer for c in calls]
+        if len({*self.layers}) != len(self.layers) or not self.layers:
+            raise UnsupportedError(f"`{type(model).__name__}` does not run its layers once each", hint=_HINT)
+        self.batches = tuple(Batch(ids_NL=ids_NL, state=ids_NL) for ids_NL in torch.split(windows_NL, at_once))
+        self._begin(0)
 
     @classmethod
     def from_files(cls, checkpoint: Checkpoint, stored: StoredTensors, windows_NL: Tensor, *, at_once: int) -> Self:
@@ -70,15 +97,16 @@ class LayerWalk:
         model, missing = load_from_files(stored, model_class=cls_of_model, experts_implementation="eager")
         if missing:
             raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
-        model.config.use_cache = False
+        for module in model.modules():  # the text part of a model has a config of its own
+            if hasattr(module, "config"):
+                module.config.use_cache = False
         return cls(model, windows_NL, at_once=at_once)
 
-    def run(self, index: int, batch: Batch) -> Tensor:
+    def run(self, index: int, batch: Batch) -> Any:
+        """The result of layer `index`, the next one, on a batch: the new state, or a tuple that begins with it."""
         args, kwargs = batch.arguments[index]
         with torch.no_grad():
-            made = self.layers[index](batch.state, *args, **kwargs)
-        output: Tensor = made[0] if isinstance(made, tuple) else made
-        return output
+            return self.layers[index](batch.state, *args, **kwargs)
 
     def watch(self, index: int, wanted: "Set[Matrix]", note: Callable[["Product"], None]) -> None:
         """Run layer `index` on every batch, and call `note` with every product with a matrix in `wanted`."""
@@ -91,41 +119,81 @@ class LayerWalk:
             for batch in self.batches:
                 self.run(index, batch)
 
-    def _noted(self, model: Any, ids_NL: Tensor) -> Batch:
-        """A batch before the first layer, with the arguments of all layers."""
-        called: list[_Call] = []
-        with self._stand_ins(called):
-            model.base_model(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
-        states = [state for _, state, *_ in called]
-        is_in_turn = [index for index, *_ in called] == [*range(len(self.layers))]
-        if not is_in_turn or any(state is not states[0] for state in states):
-            raise UnsupportedError(
-                f"`{self._model_name}` does not run its layers once each, one on the output of the other",
-                hint=_HINT,
-            )
-        return Batch(state=states[0], arguments=[(args, kwargs) for _, _, args, kwargs in called])
+    def leave(self, index: int, results: Iterable[Any]) -> None:
+        """Keep the results of layer `index` on all batches as the states before the next layer."""
+        stack = self._stack_of(index)
+        is_last = self.layers[index] is stack[-1]
+        for batch, result in zip(self.batches, results, strict=True):
+            del batch.arguments[index]  # masks and positions that no later layer needs
+            batch.state, others = _split(result)
+            if is_last:
+                batch.results |= dict.fromkeys(stack, result)
+            else:
+                batch.arguments[index + 1] = _exchanged(batch.arguments[index + 1], batch.others, others)
+        if is_last and index + 1 < len(self.layers):
+            self._begin(index + 1)
 
-    @contextmanager
-    def _stand_ins(self, called: list[_Call]) -> Iterator[None]:
-        """Replace layers by functions that record their arguments in `called` and return their input."""
+    def _stack_of(self, index: int) -> list[nn.Module]:
+        return next(stack for stack in self._stacks if self.layers[index] in stack)
 
-        def stand_in(index: int, forward: Any) -> Any:
+    def _begin(self, index: int) -> None:
+        """Set the states before the stack that begins with layer `index`, and the arguments of its layers."""
+        for batch in self.batches:
+            calls = self._recorded(batch, self._stack_of(index), is_whole=False)
+            batch.state, batch.others = calls[0].state, calls[0].others
+            batch.arguments = {index + i: call.arguments for i, call in enumerate(calls)}
+
+    def _recorded(self, batch: Batch, layers: list[nn.Module], *, is_whole: bool = True) -> list[_Call]:
+        """The calls of `layers` while the model reads a batch. They return their input, finished layers their results.
+
+        Unless `is_whole`, the model stops at the last one.
+        """
+        calls: list[_Call] = []
+
+        def stand_in(layer: nn.Module, forward: Any) -> Any:
             def note(state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
+                if layer in batch.results:
+                    return batch.results[layer]
                 state = hidden_states if state is None else state
-                if self._returns_tuple is None:  # the other results of a layer differ by architecture
-                    self._returns_tuple = isinstance(forward(state, *args, **kwargs), tuple)
-                called.append((index, state, args, kwargs))
-                return (state,) if self._returns_tuple else state
+                if calls and calls[-1].state is state:
+                    others = calls[-1].others
+                elif layer in self._known:
+                    others = self._known[layer]
+                else:
+                    others = _split(forward(state, *args, **kwargs))[1]
+                calls.append(_Call(layer=layer, state=state, arguments=(args, kwargs), others=others))
+                if layer is layers[-1] and not is_whole:
+                    raise _AllRecorded
+                return state if others is None else (state, *others)
 
             return note
 
+        replaced = [*batch.results, *layers]
         try:
-            for index, layer in enumerate(self.layers):
-                layer.forward = stand_in(index, layer.forward)  # of this object only
-            yield
+            for layer in replaced:
+                layer.forward = stand_in(layer, layer.forward)  # of this object only
+            with torch.no_grad(), suppress(_AllRecorded):
+                read_windows(self._model, batch.ids_NL)
         finally:
-            for layer in self.layers:
+            for layer in replaced:
                 layer.__dict__.pop("forward", None)
+        return calls
+
+
+class _AllRecorded(Exception):
+    """Stops a model whose remaining layers are not asked for."""
+
+
+def _split(result: Any) -> tuple[Tensor, _Others]:
+    """The state in a layer's result, and the other results."""
+    return (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
+
+
+def _exchanged(arguments: _Arguments, old: _Others, new: _Others) -> _Arguments:
+    """Arguments with `new` results of the layer before in place of `old` ones, which may be the bias of positions."""
+    table = {id(x): y for x, y in zip(old or (), new or (), strict=True) if isinstance(x, Tensor)}
+    args, kwargs = arguments
+    return tuple(table.get(id(x), x) for x in args), {key: table.get(id(x), x) for key, x in kwargs.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +249,9 @@ class _Stopped(BaseException):
 class _Run:
     """One batch on its way through a layer. It waits before every product with a matrix in `wanted`."""
 
-    def __init__(self, forward: Callable[[], Tensor], wanted: Set[Matrix]) -> None:
+    def __init__(self, forward: Callable[[], Any], wanted: Set[Matrix]) -> None:
         self.product: Product | None = None
-        self.output: Tensor | None = None
+        self.output: Any = None
         self._forward, self._wanted = forward, wanted
         self._error: Exception | None = None
         self._is_stopped = False
@@ -205,6 +273,12 @@ class _Run:
         self._answer.acquire()
         if self._error is not None:
             raise self._error
+
+    def output_at_end(self) -> Any:
+        """Run to the end, once no product is wanted any more."""
+        self.go_on()
+        assert self.output is not None
+        return self.output
 
     def stop(self) -> None:
         """End the thread and free the activations."""
@@ -303,11 +377,7 @@ class LayerRun:
     def finish(self) -> None:
         """Run to the end and keep the outputs as the states of the walk."""
         self._wanted.clear()
-        for run, batch in zip(self._runs, self._walk.batches, strict=True):
-            run.go_on()
-            assert run.output is not None
-            batch.state = run.output
-            batch.arguments[self._index] = ((), {})  # masks and positions that no later layer needs
+        self._walk.leave(self._index, map(_Run.output_at_end, self._runs))
 
     def _begun(self, batch: Batch) -> _Run:
         return _Run(partial(self._walk.run, self._index, batch), self._wanted)

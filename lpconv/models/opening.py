@@ -171,11 +171,11 @@ def transformers_config(checkpoint: Checkpoint, *, hint: str) -> Any:
         return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
 
 
-def read_text_config(checkpoint: Checkpoint, *, hint: str) -> Any:
-    """The config of a model that reads only token ids. Raises UnsupportedError for any other."""
+def read_text_config(checkpoint: Checkpoint, *, hint: str, allow_pairs: bool = False) -> Any:
+    """The config of a model that reads only token ids, or maybe pairs. Raises UnsupportedError for any other."""
     config = transformers_config(checkpoint, hint=hint)
     cls = resolve_auto_class(architecture(checkpoint.config), config)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and not allow_pairs:
         raise UnsupportedError(f"`{cls.__name__}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
     reads = main_input(checkpoint.config)
     if reads != "input_ids":

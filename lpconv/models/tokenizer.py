@@ -233,7 +233,7 @@ def calibration_windows(
 
     Raises UnsupportedError with `hint` for a model that does not read text.
     """
-    config = read_text_config(model, hint=hint)
+    config = read_text_config(model, hint=hint, allow_pairs=True)
     if seed is None:
         return config, *windows_of((model,), config, text, None, num_tokens)
     tokens, length = windows_of((model,), config, text, None, sys.maxsize)

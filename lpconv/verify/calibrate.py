@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache
 
 from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.inputs import read_windows, sequence_length, vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, read_text_config
 from lpconv.models.tasks import architecture, cache_argument
@@ -128,14 +128,14 @@ def _largest_inputs(
         for name, module in watched.items():
             module.register_forward_pre_hook(partial(_note, magnitudes, name), with_kwargs=True)
         inner = set(model.base_model.modules())
-        has_head = any(module not in inner for module in watched.values())
+        has_head = model.config.is_encoder_decoder or any(module not in inner for module in watched.values())
         num_outputs = vocabulary_size(config) if has_head else 0
         at_once = windows_together(config, windows_NL.shape[1], num_outputs=num_outputs)
         for ids_NL in torch.split(windows_NL, at_once):
             part = model if has_head else model.base_model
             cache = DynamicCache()
             cached = {cache_argument(type(part)) or "": cache, "use_cache": True} if caches else {}
-            part(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL), **cached)
+            read_windows(model, ids_NL, whole=has_head, **cached)
             for name in caches:
                 layer = cache.layers[int(_LAYER.findall(name)[0])]
                 _note_values(magnitudes, name, layer.keys if name.endswith(".k_scale") else layer.values)

@@ -79,6 +79,19 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_demo_tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.BartConfig(
+        encoder_layers=2, decoder_layers=2, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=num_words(), max_position_embeddings=32,
+        init_std=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("feedback") / "bart"
+    transformers.BartForConditionalGeneration(config).save_pretrained(folder)
+    return with_demo_tokenizer(folder)
+
+
 def rounded(model: Path, output: Path, **asked: Any) -> ConvertResult:
     given = {
         "rounding": "gptq", "calibrate": "demo", "calibration_tokens": 512, "verify": "weights", "workers": 1, **asked,
@@ -125,7 +138,11 @@ def test_weights_that_are_stored_as_inputs_by_outputs_are_rounded_too(gpt2: Path
 @pytest.mark.parametrize("rounding", ["gptq", "gptaq"])
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("plain", "model.layers.1.self_attn.q_proj.weight"), ("gpt2", "transformer.h.1.attn.c_attn.weight")],
+    [
+        ("plain", "model.layers.1.self_attn.q_proj.weight"),
+        ("gpt2", "transformer.h.1.attn.c_attn.weight"),
+        ("bart", "model.decoder.layers.1.encoder_attn.k_proj.weight"),  # reads what the rounded encoder makes
+    ],
 )
 def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(
     kind: str, name: str, rounding: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -399,11 +416,17 @@ def test_codes_of_tensors_that_are_no_linear_weights_are_refused(plain: Path, tm
     assert not published(tmp_path / "output")
 
 
-@pytest.mark.parametrize(("kind", "named"), [("albert", "Albert"), ("t5", "encoder-decoder")])
-def test_models_that_do_not_run_layer_by_layer_are_refused_by_name(kind: str, named: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "named", "calibrate"),
+    [("albert", "Albert", "demo"), ("vit", "ViT", "demo"), ("wav2vec2", "Wav2Vec2", "demo"), ("t5", "T5", "self")],
+)
+def test_models_that_cannot_be_calibrated_are_refused_by_name(
+    kind: str, named: str, calibrate: str, tmp_path: Path
+) -> None:
+    """A layer that runs several times, images, sound, an encoder without a text to begin with."""
     source = albert() if kind == "albert" else tiny(kind, tmp_path / "source")
     with pytest.raises(UnsupportedError, match=named) as caught:
-        rounded(source, tmp_path / "output", format="e4m3fn")
+        rounded(source, tmp_path / "output", format="e4m3fn", calibrate=calibrate)
     assert "--rounding nearest" in str(caught.value.hint)
     assert not published(tmp_path / "output")
 

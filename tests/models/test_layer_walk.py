@@ -16,7 +16,10 @@ _SIZES = {
 }  # fmt: skip
 _WINDOWS = ["full_attention", "sliding_attention", "sliding_attention"]
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
-# Masks and positions that differ by layer, arguments by position, states in tuples, experts, an encoder.
+_ONE_AND_TWO = {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+_VISION = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+# Masks and positions that differ by layer, arguments by position, states in tuples, experts, encoders, a part for text
+# next to more layers for images, decoders after encoders, a bias that the first layer passes on.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
     "gemma3_text": {**_GROUPED, "head_dim": 8, "sliding_window": 4, "layer_types": _WINDOWS},
@@ -24,6 +27,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 3, "vocab_size": 96},
     "mixtral": {**_GROUPED, "num_local_experts": 3},
     "bert": _SIZES,
+    "deberta-v2": {**_SIZES, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]},
+    "gemma3": {
+        "text_config": {**_GROUPED, "head_dim": 8, "sliding_window": 4, "layer_types": _WINDOWS},
+        "vision_config": {**_VISION, "image_size": 16, "patch_size": 8},
+    },
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_decoder_layers": 2, "vocab_size": 96},
+    "bart": {**_ONE_AND_TWO, "d_model": 32, "vocab_size": 96, "max_position_embeddings": 64},
 }  # fmt: skip
 
 
@@ -31,7 +41,9 @@ def model_of(kind: str, sizes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[kind](**sizes)
     model = transformers.AutoModel.from_config(config).eval()
-    model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
     return model
 
 
@@ -39,8 +51,9 @@ def after_last_layer(model: Any, ids: Tensor, last: Any) -> Tensor:
     """What the last layer makes of some windows when the whole model runs."""
     found: list[Any] = []
     hook = last.register_forward_hook(lambda _, __, made: found.append(made))
+    further = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **further)
     hook.remove()
     made: Tensor = found[0][0] if isinstance(found[0], tuple) else found[0]
     return made
