@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, recorded
 from benchmarks.cross_compile import tables as machine_code
-from benchmarks.quality import calibration_tokens, own_text, peers
+from benchmarks.quality import own_text, peers
 from benchmarks.reproduce import four_bits, unit_attention
 from benchmarks.serving import tables as serving
 from benchmarks.speed import gpu_tables
@@ -22,7 +22,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/export.md", "serving tables"): serving.tables,
     ("docs/measured.md", "H200"): gpu_tables.summary,
     ("docs/methods/gptq.md", "own text"): lambda: own_text.table(recorded("own-text")["rows"]),
-    ("docs/methods/gptq.md", "tokens"): lambda: calibration_tokens.table(recorded("calibration-tokens")["rows"]),
+    ("docs/methods/gptq.md", "tokens"): lambda: peers.tokens_table(recorded("calibration-tokens")["rows"]),
     ("benchmarks/cross_compile/README.md", "machine code"): machine_code.machine_code,
     ("benchmarks/cross_compile/README.md", "fp8 training"): machine_code.fp8_training,
     ("benchmarks/cross_compile/README.md", "optimizer launches"): machine_code.optimizer_launches,

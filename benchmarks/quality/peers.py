@@ -49,6 +49,10 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a pack
     "int4 g128": (f"{_INT4}:128", "int4", 128),
     "FP8 rows": ("--scheme FP8_DYNAMIC", "fp8", None),
 }
+VARIANTS = {  # run only if named by --rounding
+    f"gptaq, search, {tokens} tokens": f"{GPTAQ} {SEARCH} --calibration-tokens {tokens}"
+    for tokens in (2048, 8192, 32768)
+}
 OURS = {
     "nearest": "",
     "search": SEARCH,
@@ -56,6 +60,7 @@ OURS = {
     "gptq, search": f"{GPTQ} {SEARCH}",
     "gptaq, search": f"{GPTAQ} {SEARCH}",
     "gptaq, search, recover": f"{GPTAQ} {SEARCH}",  # followed by `lpconv finetune --recover`, 200 steps on the plays
+    **VARIANTS,
 }
 PACKAGES = {
     "llm-compressor": ("llmcompressor",),
@@ -259,6 +264,18 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def tokens_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of rows that differ by tokens: KL, its share of that of rounding to nearest, and the cost."""
+    nearest = {(r["model"], r["layout"]): r for r in common.recorded("peers")["rows"] if r["rounding"] == "nearest"}
+    cells = []
+    for r in rows:
+        usual, tokens = nearest[r["model"], r["layout"]], int(r["rounding"].split()[-2])
+        kls = (f"{r[t]['kl']:.3f} ({r[t]['kl'] / usual[t]['kl']:.2f})" for t in ("plays", "python"))
+        cost = f"{r['processor_seconds']:.0f}", f"{r['peak_bytes'] / 1e9:.2f} GB"
+        cells.append((f"{r['model']}, {r['layout']}", f"{tokens:,}", *kls, *cost))
+    return common.markdown(("layout", "tokens", "KL, plays", "KL, Python", "processor seconds", "peak"), cells)
+
+
 def _cell(rows: Sequence[dict[str, Any]], model: str, rounding: str, text: str) -> str:
     def values(name: str, key: str) -> list[float]:
         return [r[text][key] for r in rows if r["model"] == model and r["rounding"] == name]
@@ -276,7 +293,8 @@ def main() -> None:
     parser = common.parser(__doc__, work="where environments, models and outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
-    parser.add_argument("--rounding", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS])
+    usual = [name for name in (*OURS, *THEIRS) if name not in VARIANTS]
+    parser.add_argument("--rounding", nargs="+", default=usual, choices=[*OURS, *THEIRS])
     parser.add_argument("--seed", nargs="+", type=int, default=list(SEEDS), help="seeds of the calibration windows")
     args = parser.parse_args()
     torch.set_num_threads(1)
