@@ -23,6 +23,9 @@ def convert(
     options: ConvertOptions,
     list_schemes: _ListSchemes = False,
     dry_run: Annotated[bool, Option("Show the plan without writing anything")] = False,
+    measure: Annotated[
+        bool, Option("With --dry-run and --rounding gptq or gptaq, round the first layer to estimate the time")
+    ] = False,
     shard: Annotated[
         str | None,
         Option("Write only part i of n, as one of n workers, such as 2/5", metavar="I/N", panel="How to run"),
@@ -59,13 +62,17 @@ def convert(
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass only one of them")
+    if measure and not dry_run:
+        raise UsageError("--measure estimates a conversion that is not run", hint="add --dry-run, or leave it out")
     filled = fill_options(options)  # raises its errors before a model is opened
     if output is None and options.scheme is None:
         filled, _ = suited_options(options, open_readable(model, revision=options.revision))
     words = [options.scheme] if options.scheme else [filled.method, filled.format]
     target = output or str(output_of(output, model, *words))
     if dry_run:
-        print_result(run.plan(model, target, options), plan_document, json=json)
+        with progress_for(quiet=quiet or not measure) as progress:
+            planned = run.plan(model, target, options, measure=measure, progress=progress)
+        print_result(planned, plan_document, json=json)
         return
     with progress_for(quiet=quiet) as progress:
         if shard is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from lpconv.convert.parts import adopt_parts, check_shareable, checked_parts, folder_for_parts, remove_parts
 from lpconv.data import SELF, text_at
 from lpconv.data.texts import check_reads_text, check_tokenizer
-from lpconv.errors import OutputExistsError, VerificationError
+from lpconv.errors import OutputExistsError, UsageError, VerificationError
 from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
@@ -51,7 +51,7 @@ from lpconv.results import (
     json_text,
     to_json,
 )
-from lpconv.storage.checkpoint import Openable
+from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import write_small
 from lpconv.storage.place import sha256_of
@@ -65,11 +65,31 @@ _CALIBRATION = "calibration"  # marks a journal line among the lines of weight f
 _DEPTH = ("none", "auto", "weights", "logits")  # of verification, least first
 
 
-def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
-    """The plan of `convert` for the same arguments, from headers alone; nothing is written."""
-    checkpoint = open_model(model, output, fill_options(options))
+def plan(
+    model: Openable,
+    output: Path | str,
+    options: ConvertOptions,
+    *,
+    measure: bool = False,
+    progress: Progress | None = None,
+) -> PlanResult:
+    """The plan of `convert` for the same arguments, from headers alone without `measure`; nothing is written.
+
+    With `measure` the first layers are rounded with error feedback, to estimate time and memory. Raises UsageError if
+    the options ask for no error feedback.
+    """
+    filled = fill_options(options)
+    if measure and filled.rounding == NEAREST:
+        raise UsageError("--measure is for error feedback: other times are known", hint="leave it out")
+    checkpoint = open_model(model, output, filled)
     filled, notes = suited_options(options, checkpoint)
+    _check_reads_text(checkpoint, filled)
     with prepare(checkpoint, output, filled, headers_only=True) as job:
+        measured = None
+        if measure:
+            from lpconv.convert.forecast import measure_rounding  # imports torch (seconds)
+
+            measured = measure_rounding(job, progress or Silent())
         return PlanResult(
             method=job.plan.options.method,
             format=job.plan.format_name,
@@ -82,8 +102,9 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
             memory_bytes=job.memory.needed_bytes,
             disk_bytes=disk_bytes(job),
             disk_free_bytes=free_bytes(job.output),
-            seconds=estimate_seconds(job),
+            seconds=estimate_seconds(job, measured),
             workers=job.memory.workers,
+            measured=measured,
             warnings=(*notes, *plan_warnings(job, verb="would be")),
         )
 
@@ -145,11 +166,7 @@ def _prepared(model: Openable, output: Path | str, options: ConvertOptions, prog
     checkpoint = open_model(model, output, fill_options(options))
     options, notes = suited_options(options, checkpoint)
     _check_place(output, options)
-    if options.calibrate is not None:
-        reads_pairs = options.calibrate != SELF and options.kv_cache is None
-        hint = "leave --calibrate out, with --rounding nearest and without static scales"
-        check_reads_text(checkpoint.config, hint=hint, allow_pairs=reads_pairs)
-        check_tokenizer(checkpoint.directory)
+    _check_reads_text(checkpoint, options)
     own_text = _place_of_own_text(output, options) if options.calibrate == SELF else None
     options = options if own_text is None else dataclasses.replace(options, calibrate=str(own_text))
     with prepare(checkpoint, output, options) as job:
@@ -164,6 +181,15 @@ def _prepared(model: Openable, output: Path | str, options: ConvertOptions, prog
             write_own_text(job, own_text, progress)
             progress.message(f"calibrating on `{own_text}`, which the model wrote")
         yield job
+
+
+def _check_reads_text(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    """Raise an error, from files alone, if the options ask for a text that the model does not read."""
+    if options.calibrate is not None:
+        reads_pairs = options.calibrate != SELF and options.kv_cache is None
+        hint = "leave --calibrate out, with --rounding nearest and without static scales"
+        check_reads_text(checkpoint.config, hint=hint, allow_pairs=reads_pairs)
+        check_tokenizer(checkpoint.directory)
 
 
 def _finished(job: Job, progress: Progress) -> ConvertResult | None:

@@ -26,7 +26,7 @@ from lpconv.plan.options import NEAREST, ConvertOptions, FilledOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import check_family, check_stacks, form_type
 from lpconv.report.numbers import size_text
-from lpconv.results import ByteCounts, SourceRecord
+from lpconv.results import ByteCounts, RoundingForecast, SourceRecord
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER, Checkpoint, Openable, Watch
 from lpconv.storage.place import sha256_of
 from lpconv.storage.remote import check_url, is_url
@@ -194,11 +194,16 @@ def identity(job: Job) -> dict[str, Any]:
     }
 
 
-def estimate_seconds(job: Job) -> float:
-    """Estimated seconds of the run without lpconv's own start, for a fast disk.
+def estimate_seconds(job: Job, measured: RoundingForecast | None = None) -> float | None:
+    """Estimated seconds of the run without lpconv's own start, for a fast disk. None for a rounding not `measured`.
 
     The machine is assumed to be like the one on which `Form.encoded_per_second` was measured.
     """
-    running = _RUNNING_S if job.memory.no_logits is None else 0.0
-    encoding = sum(t.form.seconds_to_encode for t in job.plan.tensors if t.action != "tie")
-    return _REPORTING_S + running + encoding / job.memory.workers
+    fixed = _REPORTING_S + (_RUNNING_S if job.memory.no_logits is None else 0.0)
+    forms = [t.form for t in job.plan.tensors if t.action != "tie"]
+    if job.plan.options.rounding == NEAREST:
+        return fixed + sum(form.seconds_to_encode for form in forms) / job.memory.workers
+    if measured is None:
+        return None
+    copying = sum(form.num_elements / form.encoded_per_second for form in forms)  # scales are known by then
+    return fixed + copying / job.memory.workers + measured.opening_seconds + sum(measured.layer_seconds)

@@ -56,7 +56,8 @@ def _note(job: JobResult) -> str:
     if job.estimate is not None:
         needs = job.estimate
         memory, disk = size_text(needs.memory_bytes), size_text(needs.disk_bytes)
-        return f"needs {memory} memory, {disk} disk, about {needs.seconds:.0f} s"
+        time = "" if needs.seconds is None else f", about {needs.seconds:.0f} s"
+        return f"needs {memory} memory, {disk} disk{time}"
     return job.warnings[0] if job.warnings else ""
 
 

@@ -99,7 +99,7 @@ def plan_document(plan: PlanResult) -> Document:
         "Size": _size_change(plan.bytes.read, plan.bytes.written),
         "Disk": f"{size_text(plan.disk_bytes)} needed, {size_text(plan.disk_free_bytes)} free",
         "Memory": f"{size_text(plan.memory_bytes)} with {plural(plan.workers, 'worker')}",
-        "Time": f"about {duration_text(plan.seconds)}",
+        **_time_facts(plan),
     }
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
@@ -116,6 +116,20 @@ def plan_document(plan: PlanResult) -> Document:
         sections=sections_of(*action_sections(plan.tensors), files_section(plan.shards)),
         warnings=plan.warnings,
     )
+
+
+def _time_facts(plan: PlanResult) -> dict[str, str]:
+    """The estimated time; for error feedback from measured layers, with their memory."""
+    total, measured = f"about {duration_text(plan.seconds)}", plan.measured
+    if measured is None:
+        return {"Time": "not known; --measure rounds the first layer to estimate it" if plan.seconds is None else total}
+    layers = measured.layer_seconds
+    each = " to ".join(dict.fromkeys(duration_text(limit(layers)) for limit in (min, max)))
+    opening = duration_text(measured.opening_seconds)
+    return {
+        "Time": f"{total}, with {plural(len(layers), 'layer')} of {each} after {opening} of opening",
+        "Measured": f"{plural(measured.num_measured, 'layer')}, peak memory {size_text(measured.peak_rss_bytes)}",
+    }
 
 
 def part_document(result: PartResult) -> Document:

@@ -157,17 +157,34 @@ class ByteCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEstimate:
-    """Resources that a run is expected to need. `seconds` and `disk_free_bytes` are estimates for this machine."""
+    """Resources that a run is expected to need. `seconds` and `disk_free_bytes` are estimates for this machine.
+
+    `seconds` is None for a rounding with error feedback that was not measured.
+    """
 
     memory_bytes: int
     disk_bytes: int
     disk_free_bytes: int
-    seconds: float
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundingForecast:
+    """Time and memory of a rounding with error feedback, from its first `num_measured` layers.
+
+    `layer_seconds` are of all layers: those that were not measured are scaled by the sizes of their weights.
+    `opening_seconds` is the time to open the model and to run its embeddings, `peak_rss_bytes` the peak of the process.
+    """
+
+    num_measured: int
+    layer_seconds: tuple[float, ...]
+    opening_seconds: float
+    peak_rss_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult(Result, JobEstimate):
-    """The plan of a conversion, from headers alone."""
+    """The plan of a conversion, from headers alone, but for `measured`."""
 
     kind: str = "plan"
     method: str
@@ -179,6 +196,7 @@ class PlanResult(Result, JobEstimate):
     shards: tuple[FileRecord, ...]
     side_files: tuple[str, ...]
     workers: int
+    measured: RoundingForecast | None = None
     warnings: tuple[str, ...] = ()
 
 
