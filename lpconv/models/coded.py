@@ -315,6 +315,18 @@ def _getitem(x: Any, index: Any) -> Tensor:
     return _require_grad_like(x.part(position * size, (position + 1) * size, tuple(x.shape[1:])), x)
 
 
+def _bmm(x: Any, weight: Any) -> Tensor:
+    """The product with each matrix of a stack, one at a time, of rows that are not zero: others go to other experts."""
+    if not isinstance(weight, CodedTensor) or isinstance(x, CodedTensor) or x.requires_grad:
+        return torch.bmm(x, weight)
+    out = x.new_zeros(*x.shape[:-1], weight.shape[-1])
+    for index, part in enumerate(x):
+        rows = part.any(-1).nonzero().view(-1)
+        if len(rows):
+            out[index, rows] = torch.mm(part[rows], _getitem(weight, index)).to(x.dtype)
+    return out
+
+
 def _require_grad_like(derived: Tensor, weight: Tensor) -> Tensor:
     """Let a tensor derived from a weight require a gradient like that weight, so that a backward pass is refused."""
     return derived.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
@@ -349,6 +361,7 @@ _BY_BLOCKS: dict[Any, Any] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     Tensor.__getitem__: _getitem,
+    torch.bmm: _bmm,  # experts of Llama 4
 }
 _ATEN = torch.ops.aten
 _PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default)  # of GPT-2's Conv1D, and of experts that are stored so

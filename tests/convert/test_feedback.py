@@ -330,18 +330,20 @@ def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path, layout: str, ro
 EXPERTS = {
     "GraniteMoe": {},
     "GptOss": {"head_dim": 32},  # experts are stored as inputs by outputs
+    "Llama4": {"head_dim": 32, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1},  # and meet zeros, too
 }
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, kind: str) -> None:
     """Two of three experts of the second layer are reached. The codes of the other one are the nearest."""
-    config = getattr(transformers, f"{kind}Config")(
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    config = cls.config_class(
         num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=num_words(), max_position_embeddings=32, num_local_experts=3, num_experts_per_tok=2, **EXPERTS[kind],
     )  # fmt: skip
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = cls(config)
     with torch.no_grad():
         router = next(p for n, p in model.model.layers[1].named_parameters() if "router" in n)
         router.zero_()  # all tokens choose the same two experts
