@@ -127,7 +127,9 @@ def _nearest_warnings(plan: Plan) -> Iterator[str]:
         return
     tokens = tokens_per_expert({form.name: form.rounding for form in narrow})
     if left := [form.name for form in narrow if form.rounding is None and not is_expert(form.name)]:
-        yield f"{code_list(left)}: rounded to nearest, because no input from the calibration text reaches them"
+        stacks = dict.fromkeys(re.sub(r"\.\d+\..*", ".*", name) for name in left)
+        why = "rounded to nearest, because no layer that reads the calibration text uses them"
+        yield f"{plural(len(left), 'weight')} ({code_list(stacks)}): {why}"
     if unreached := [expert for expert, count in tokens.items() if not count]:
         some, every = (len({layer for layer, _ in experts}) for experts in (unreached, tokens))
         yield (

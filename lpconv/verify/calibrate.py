@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicCache
 
 from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.models.coded import CodedTensor
 from lpconv.models.inputs import read_windows, sequence_length, vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, read_text_config
@@ -124,7 +125,9 @@ def _largest_inputs(
     ):
         if missing:
             raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
-        watched = {name: model.get_submodule(name) for name in modules}
+        weights = {module: module._parameters.get("weight") for module in model.modules()}
+        stored = {w.pieces[0].form.name: m for m, w in weights.items() if isinstance(w, CodedTensor)}
+        watched = {n: stored.get(f"{n}.weight") or model.get_submodule(n) for n in modules}  # names may differ in files
         for name, module in watched.items():
             module.register_forward_pre_hook(partial(_note, magnitudes, name), with_kwargs=True)
         inner = set(model.base_model.modules())
@@ -195,11 +198,11 @@ def _sampled(model: Any, config: Any, count: int, length: int, progress: Progres
         progress.advance(len(ids))
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    special = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
+    end, *special = (getattr(config.get_text_config(), f"{n}_token_id", None) for n in ("eos", "bos", "eos"))
     first = next((i for i in special if isinstance(i, int)), 0)
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=length, max_new_tokens=length,
-        pad_token_id=first, eos_token_id=config.eos_token_id, use_cache=True,
+        pad_token_id=first, eos_token_id=end, use_cache=True,
     )  # fmt: skip
     starts = torch.full((count, 1), first)
     found: Tensor = model.generate(
