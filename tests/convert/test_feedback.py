@@ -32,6 +32,7 @@ from lpconv.verify.calibrate import job_windows
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import files_of, published
+from tests.helpers.elsewhere import opens_elsewhere
 from tests.helpers.models import albert, tiny, with_demo_tokenizer
 
 FILE = "model.safetensors"
@@ -409,6 +410,27 @@ def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
     with_demo_tokenizer(tmp_path / "plain")
     result = rounded(tmp_path / "plain", tmp_path / "output", **INT4)
     assert sum(t.rounding is not None for t in result.tensors) == 12
+
+
+@pytest.mark.parametrize("scheme", [{"scheme": "W4A16", "granularity": "group:32"}, {"scheme": "NVFP4"}])
+def test_the_text_part_of_a_model_with_images_is_rounded_on_its_own_text(
+    scheme: dict[str, str], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text = {**sizes, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": num_words()}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 8})
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "plain")
+    with_demo_tokenizer(tmp_path / "plain")
+    result = rounded(tmp_path / "plain", tmp_path / "output", rounding="gptaq", calibrate="self", **scheme)
+    names = [t.name for t in result.tensors if t.rounding is not None]
+    assert len(names) == 14
+    assert all(n.startswith("language_model.") for n in names)
+    assert verified(tmp_path / "output", tmp_path / "plain").passed
+    (opened,) = opens_elsewhere(tmp_path / "output", cls="AutoModelForImageTextToText", dtype="bfloat16")
+    with StoredTensors.open(tmp_path / "output") as stored:
+        decoded = [(n.replace("language_model.model.", "model.language_model."), stored.tensor(n)) for n in names]
+    assert all(torch.equal(opened.weights[n], x.bfloat16()) for n, x in decoded)
 
 
 def test_codes_of_tensors_that_are_no_linear_weights_are_refused(plain: Path, tmp_path: Path) -> None:
