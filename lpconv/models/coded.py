@@ -319,7 +319,7 @@ def _bmm(x: Any, weight: Any) -> Tensor:
     """The product with each matrix of a stack, one at a time, of rows that are not zero: others go to other experts."""
     if not isinstance(weight, CodedTensor) or isinstance(x, CodedTensor) or x.requires_grad:
         return torch.bmm(x, weight)
-    out = x.new_zeros(*x.shape[:-1], weight.shape[-1])
+    out: Tensor = x.new_zeros(*x.shape[:-1], weight.shape[-1])
     for index, part in enumerate(x):
         rows = part.any(-1).nonzero().view(-1)
         if len(rows):
