@@ -133,10 +133,11 @@ FORMATS: dict[str, Format] = {
         _format("e2m3", 2, 3, 1, (3, 7), **_FINITE, storage_bits=6),
         _format("e2m1", 2, 1, 1, (3, 1), **_FINITE, storage_bits=4, torch="float4_e2m1fn_x2"),
         *(_format(f"int{bits}", 1, bits - 2, 3 - bits, (1, 2 ** (bits - 2) - 1), **_INTEGER, storage_bits=bits)
-          for bits in range(8, 1, -1)),
+          for bits in (16, *range(8, 1, -1))),
     )
 }  # fmt: skip
-INTEGERS = tuple(name for name, f in FORMATS.items() if f.twos_complement)
+CODED = FORMATS["int16"]  # integers without a bound that matters, which are entropy-coded
+INTEGERS = tuple(name for name, f in FORMATS.items() if f.twos_complement and f is not CODED)
 # Formats by their dtype in safetensors files.
 OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 

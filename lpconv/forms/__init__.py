@@ -4,6 +4,7 @@
 """
 
 from lpconv.forms.coded import CodedForm
+from lpconv.forms.entropy import EntropyCoded
 from lpconv.forms.facts import Component, FormSettings, Headers
 from lpconv.forms.form import Form, Kept, Stored
 from lpconv.forms.grid import Grid
@@ -21,4 +22,4 @@ def grid_of(form: Stored) -> Grid | None:
 
 
 # In the order in which they are tried on a file; a tensor that no other form recognises is `Kept`.
-FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Tiles, ScaledCodes, Pair, Kept)}
+FORMS: dict[str, type[Form]] = {f.kind: f for f in (EntropyCoded, PointRows, Tiles, ScaledCodes, Pair, Kept)}

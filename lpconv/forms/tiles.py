@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain, find_grain
-from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
+from lpconv.formats.spec import CODED, FORMATS, OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
+from lpconv.forms.entropy import EntropyCoded
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
@@ -70,6 +71,8 @@ class Tiles(CodedForm):
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         grain = settings.grain
+        if format is CODED:
+            return EntropyCoded.of(name, shape, format, settings)
         if grain is None or not _holds(grain, format):
             return cls.whole.of(name, shape, format, settings)
         is_search = settings.scale == "search"
@@ -92,6 +95,8 @@ class Tiles(CodedForm):
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         grain, cols = settings.grain, shape[-1] if shape else 1
+        if format is CODED:
+            return EntropyCoded.refusal(shape, format, settings)
         if grain is None or not _holds(grain, format):
             return cls.whole.refusal(shape, format, settings)
         if not cls.holds(format, grain):
@@ -115,7 +120,7 @@ class Tiles(CodedForm):
     def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers) -> Self | None:
         """The form of the codes `stored`; `packed` is their format if the dtype does not tell it."""
         codes = headers.root[stored]
-        fmt = OF_DTYPE.get(codes.dtype) or FORMATS.get(packed)
+        fmt = OF_DTYPE.get(codes.dtype) or (FORMATS[packed] if packed in PACKED else None)
         shape = codes.shape[len(cls.names.axis) :]
         if fmt is None or not shape or not _holds(grain, fmt):
             return None

@@ -11,6 +11,10 @@ Multipoint checkpoints also have weights whose rows are sums of points: `NAME_po
 row, `NAME_scale` has one scale per point, and the codes are [1, points, bytes of a row]. Only a conversion can fit
 these scales, so such a model cannot be saved as codes, only as plain weights after `model.dequantize()`.
 
+Entropy-coded weights have bytes [1, bytes] of blocks in Pco's format, which the package pcodec decodes; `NAME_blocks`
+has the bytes of each block of about 65,536 integers, in whole rows, and `NAME_shape` is an empty tensor [0, *shape].
+Such a model, too, is saved as plain weights only.
+
 This file is copied into each output as its loader module for `trust_remote_code=True`; keep it free of other imports.
 """
 
@@ -32,11 +36,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+try:
+    from pcodec import standalone as pco
+except ImportError:  # only entropy-coded weights need it
+    pco = None
+
 __all__ = [
     "DecodeScaled",
     "LpconvConfig",
     "LpconvQuantizer",
     "ScaledConverter",
+    "decode_blocks",
     "decode_points",
     "decode_scaled",
     "encode_scaled",
@@ -48,7 +58,10 @@ LOADER = "lpconv_loader"
 FORMAT_VERSION = 1
 SCALE_SUFFIX = "_scale"
 POINTS_SUFFIX = "_points"
+BLOCKS_SUFFIX, SHAPE_SUFFIX = "_blocks", "_shape"
 MULTIPOINT = "multipoint"
+CODED = "int16"  # integers that are entropy-coded
+BLOCK = 2**16
 DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -148,13 +161,19 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
         decoded = {}
         for pattern, pairs in input_dict.items():
             tensors = dict(pairs)
-            counts = {n.removesuffix(POINTS_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_count(n)}
+            counts, blocks = (
+                {n.removesuffix(suffix): t for n, t in pairs if self.hf_quantizer.is_part(n, suffix)}
+                for suffix in (POINTS_SUFFIX, BLOCKS_SUFFIX)
+            )
             scales = {n.removesuffix(SCALE_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_scale(n)}
             if missing := scales.keys() - tensors.keys():
                 raise ValueError(f"{sorted(missing)} have scales but no codes")
             for name in scales.keys() & counts.keys():
                 fmt = self.hf_quantizer.format_of(name)
                 tensors[name] = decode_points(tensors[name][0], scales.pop(name), counts[name], fmt)
+            for name in scales.keys() & blocks.keys():
+                shape = tensors[name + SHAPE_SUFFIX].shape[1:]
+                tensors[name] = decode_blocks(tensors[name][0], scales.pop(name), blocks[name], shape)
             for name, scale in scales.items():
                 if self.merging:
                     self.hf_quantizer.merged_scales[name] = scale.cpu()
@@ -166,7 +185,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
             decoded[pattern] = [
                 tensors[name].to(dtype)
                 for name, _ in pairs
-                if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
+                if not any(self.hf_quantizer.is_part(name, suffix) for suffix in self.hf_quantizer.suffixes)
             ]
         return decoded
 
@@ -197,22 +216,27 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
             raise ValueError("lpconv cannot convert while loading; run `lpconv convert` first")
 
     def is_scale(self, stored_name: str) -> bool:
-        return stored_name.endswith(tuple(f"{leaf}{SCALE_SUFFIX}" for leaf in self.quantization_config.leaves))
+        return self.is_part(stored_name, SCALE_SUFFIX)
 
-    def is_count(self, stored_name: str) -> bool:
-        return self._has_points and stored_name.endswith(
-            tuple(f"{leaf}{POINTS_SUFFIX}" for leaf in self.quantization_config.leaves)
+    def is_part(self, stored_name: str, suffix: str) -> bool:
+        """Whether this is the side tensor of a weight with a suffix, which such checkpoints have."""
+        return suffix in self.suffixes and stored_name.endswith(
+            tuple(f"{leaf}{suffix}" for leaf in self.quantization_config.leaves)
         )
 
     @property
-    def _has_points(self) -> bool:
-        return bool(self.quantization_config.method == MULTIPOINT)
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of all side tensors."""
+        config = self.quantization_config
+        if config.method == MULTIPOINT:
+            return SCALE_SUFFIX, POINTS_SUFFIX
+        is_coded = CODED in (config.format, *config.exceptions.values())
+        return (SCALE_SUFFIX, BLOCKS_SUFFIX, SHAPE_SUFFIX) if is_coded else (SCALE_SUFFIX,)
 
     def update_weight_conversions(self, weight_conversions: list[WeightTransform], *args: Any) -> list[WeightTransform]:
         """Rename each scale like its codes, so that both reach one parameter, and decode before anything else."""
         leaves = sorted(self.quantization_config.leaves, key=len, reverse=True)
-        suffixes = (SCALE_SUFFIX, POINTS_SUFFIX) if self._has_points else (SCALE_SUFFIX,)
-        renamings = [WeightRenaming(f"{leaf}{suffix}$", leaf) for leaf in leaves for suffix in suffixes]
+        renamings = [WeightRenaming(f"{leaf}{suffix}$", leaf) for leaf in leaves for suffix in self.suffixes]
         converters = [self._decode_first(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
         renamed_leaves = _renamed_leaves(leaves, weight_conversions)
         plain = [
@@ -253,9 +277,9 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         transformers renames the result back to the names of the checkpoint. Merged experts, which it would also split,
         are split here, since codes belong to the stored tensors.
         """
-        if self._has_points:
+        if len(self.suffixes) > 1:
             raise ValueError(
-                "the rows of a multipoint checkpoint are fitted by `lpconv convert`, not while saving; call "
+                "points and entropy-coded integers are fitted to a budget by `lpconv convert`, not while saving; call "
                 "`model.dequantize()` first to save the weights as they are"
             )
         tensors, lost = model.state_dict(), dict[str, float]()
@@ -364,6 +388,19 @@ def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Te
         more = left > 1
         rows, at, left = rows[more], at[more] + 1, left[more] - 1
     return values.reshape(*counts.shape, -1)
+
+
+def decode_blocks(coded: Tensor, scale: Tensor, sizes: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The fp32 weight of `shape` from blocks of entropy-coded integers; `sizes` are their bytes."""
+    if pco is None:
+        raise ImportError(
+            "these weights are entropy-coded: install the package that decodes them, `pip install pcodec`"
+        )
+    codes, raw, at = torch.empty(math.prod(shape), dtype=torch.int16), coded.cpu().numpy(), 0
+    for size, block in zip(sizes.tolist(), torch.split(codes, max(BLOCK // shape[-1], 1) * shape[-1]), strict=True):
+        pco.simple_decompress_into(raw[at : at + size].tobytes(), block.numpy())
+        at += size
+    return (codes.to(coded.device) * scale.to(coded.device)).view(shape)
 
 
 def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:

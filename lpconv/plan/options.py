@@ -195,9 +195,11 @@ class ConvertOptions:
         float | None,
         Gt(0),
         _what(
-            "Stored bits per element for multipoint, including scales and counts",
-            default="half a bit more than the format",
+            "Stored bits per element with scales: for unit, integers with one step per tensor, entropy-coded in 1.5 to "
+            "12 bits; and for multipoint",
+            default="for multipoint, half a bit more than the format; otherwise the format decides",
             example="4.5",
+            short=("--bits",),
         ),
     ] = None
     points_max: Annotated[

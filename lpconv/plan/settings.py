@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, default_grain, get_grain
-from lpconv.formats.spec import FORMATS, Format, get_format
+from lpconv.formats.spec import CODED, FORMATS, Format, get_format
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS, STATIC, preset_of
@@ -35,6 +35,7 @@ _WHY_NO_FEEDBACK = {
 _OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
 _USUAL_METHOD = "unit"
 _SPARE_BITS = 0.5  # default budget above the bits of an element: scales, and second points for some rows
+_CODED_BITS = (1.5, 12)  # with fewer, most numbers become 0; with more, a 16-bit float is as good
 
 
 def with_scheme(options: ConvertOptions) -> ConvertOptions:
@@ -73,11 +74,16 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
         FilledOptions,
         dataclasses.replace(asked, method=method.name, layout=asked.layout or LPCONV, granularity=granularity),
     )
+    is_coded = options.budget_bits is not None and options.method == _USUAL_METHOD
+    if is_coded:
+        _check_coded(options)
     grain = _grain(options, method)
-    fmt = method.format(options.format, grain)
+    fmt = CODED if is_coded else method.format(options.format, grain)
     _check_search(options, fmt, grain)
     residual = _residual(method, fmt.name, options.residual)
-    budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
+    budget_bits, points_max = options.budget_bits, options.points_max
+    if not is_coded:
+        budget_bits, points_max = _budget(method, fmt, budget_bits, points_max)
     check(options)
     for rule in options.rules:
         if rule.format != "keep" and (grain is None or rule.format not in method.formats_with(grain)):
@@ -87,7 +93,8 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has only one format, here {fmt.name}",
                 hint="use =keep, or another --format",
             )
-    _check_layout(options, method, fmt.name, grain)
+    if not is_coded:
+        _check_layout(options, method, fmt.name, grain)
     options = _with_rounding(options, method, fmt)
     if options.kv_cache is not None and not LAYOUTS[options.layout].has_cache_scales:
         raise UsageError(
@@ -117,6 +124,8 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     """The options that determine the written bytes, as JSON. The calibration text is reduced to its name."""
     names = [d.field for d in options_of(ConvertOptions).values() if d.option.shapes_output]
     shaping = {n: to_json(getattr(options, n)) for n in names}
+    if options.format == CODED.name:
+        shaping["format"] = None  # the budget implies it
     text = shaping.pop("calibrate")
     for name in _OF_FEEDBACK if options.rounding == NEAREST else ():
         if name != "input_scales" or options.kv_cache is None:
@@ -132,6 +141,8 @@ def command_line(model: str, options: FilledOptions) -> str:
     usual = _usual_scale(FORMATS[options.format], get_grain(options.granularity))
     # A value equal to this, else to the default, is left out.
     unsaid = {"method": None, "scale": usual, "layout": LPCONV, "granularity": TENSOR}
+    if options.format == CODED.name:
+        unsaid["format"] = CODED.name  # the budget implies it
     values = {}
     for name, d in options_of(ConvertOptions).items():
         value = getattr(options, d.field)
@@ -190,7 +201,25 @@ def _usual_scale(fmt: Format, grain: Grain | None) -> str:
     """
     if grain is not None and grain.has_factor:
         return "search"
-    return "exact" if grain is not None and fmt.twos_complement else "pow2"
+    return "exact" if (grain is not None or fmt is CODED) and fmt.twos_complement else "pow2"
+
+
+def _check_coded(options: FilledOptions) -> None:
+    """Raise UsageError for options that contradict integers with one step in a budget of bits."""
+    assert options.budget_bits is not None
+    low, high = _CODED_BITS
+    if not low <= options.budget_bits <= high:
+        raise UsageError(f"--bits {options.budget_bits:g} is out of range", hint=f"use {low:g} to {high:g}")
+    given = {"format": options.format, "scale": options.scale, "points_max": options.points_max}
+    usual = {"format": CODED.name, "scale": "exact", "granularity": TENSOR, "layout": LPCONV, "rounding": NEAREST}
+    given |= {name: getattr(options, name) for name in usual}
+    wrong = next((n for n, value in given.items() if value not in (None, usual.get(n))), None)
+    if wrong is not None:
+        flag = f"--{wrong.replace('_', '-')} {given[wrong]}"
+        raise UsageError(
+            f"{flag} does not apply to entropy-coded integers, which --bits asks for",
+            hint=f"leave {flag} or --bits out; --method multipoint has another kind of budget",
+        )
 
 
 def _check_search(options: FilledOptions, fmt: Format, grain: Grain | None) -> None:
@@ -290,7 +319,7 @@ def _budget(
         if budget_bits is not None or points_max is not None:
             raise UsageError(
                 f"method `{method.name}` does not use a bit budget",
-                hint="--budget-bits and --points-max only apply to --method multipoint",
+                hint="--bits applies to --method unit and multipoint, --points-max to multipoint",
             )
         return None, None
     budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits

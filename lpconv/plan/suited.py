@@ -11,7 +11,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 from lpconv.storage.source import open_source
 
-_WHAT = ("scheme", "method", "format", "layout", "granularity")  # options that say what to write
+_WHAT = ("scheme", "method", "format", "layout", "granularity", "budget_bits")  # options that say what to write
 GROUPS = (128, 64, 32)  # usual group sizes, which runtimes have kernels for
 
 

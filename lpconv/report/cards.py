@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import PurePath
 
+from lpconv.formats.spec import CODED
 from lpconv.layouts import LAYOUTS
 from lpconv.report.convert import RUN_FIGURES, auto_class, figures, form_name, opening_blocks, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
@@ -102,6 +103,7 @@ def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
     loader = (
         "For code that cannot import lpconv.hf first, the loader module in this directory registers the format: "
         f'`{auto}.from_pretrained("PATH", trust_remote_code=True)`.'
+        + (" It needs the package pcodec." if any(t.format == CODED.name for t in result.tensors) else "")
     )
     return _loading_code(auto, needs_lpconv=True), Prose(text=loader), Prose(text=_REFUSED)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from lpconv.formats.spec import CODED
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.report.compare import compare_document
 from lpconv.report.document import (
@@ -268,10 +269,16 @@ def form_name(result: ConvertResult) -> str:
     is_told = result.method != "unit" or not (is_foreign or is_finer)
     method = " + ".join(_METHODS.get(part, part) for part in result.method.split("+")) if is_told else ""
     return ", ".join(filter(None, (
-        next(alike, method), result.format, scale_words(result) if is_foreign or is_finer else "",
+        next(alike, method), format_words(result), scale_words(result) if is_foreign or is_finer else "",
         f"{result.residual} residual" if result.residual else "",
         "error feedback" if output_errors(t.rounding for t in result.tensors) else "",
     )))  # fmt: skip
+
+
+def format_words(result: ConvertResult) -> str:
+    """The number format, or the bits per integer of one that is entropy-coded."""
+    bits = result.options.get("budget_bits")
+    return f"integers of {bits:g} bits" if result.format == CODED.name and bits is not None else result.format
 
 
 def headline(result: ConvertResult) -> str:

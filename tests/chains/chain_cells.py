@@ -99,6 +99,7 @@ _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "unit fp16": ("convert", _FP16),
     "unit e4m3fn": ("convert", {"method": "unit", "format": "e4m3fn"}),
     "scalify e5m2": ("convert", {"method": "scalify", "format": "e5m2"}),
+    "unit 4 bits": ("convert", {"method": "unit", "budget_bits": 4.0}),
     "unit mx e2m1": ("convert", {"method": "unit", "format": "e2m1", "granularity": "mx"}),
     "unit 128x128": ("convert", {"method": "unit", "format": "e4m3fn", "granularity": "128x128"}),
     "unit group:32": ("convert", {"method": "unit", "format": "int4", "granularity": "group:32"}),

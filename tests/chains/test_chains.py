@@ -17,6 +17,7 @@ FORMS = {
     "tiles": ("unit mx e2m1", "unit 128x128", "unit group:32", "mixed"),
     "pair": ("collage bf16", "collage exact16", "collage int8", "collage fp16", "tuned collage-bf16"),
     "points": ("multipoint int4",),
+    "entropy": ("unit 4 bits",),
     "compressed-tensors": (
         "compressed-tensors", "FP8_BLOCK", "MXFP4", "NVFP4", "NVFP4, inputs too", "W4A16", "mixed-precision",
     ),

@@ -52,6 +52,7 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
     "tiles (fp16, rows, exact scales)": {"method": "unit", "format": "fp16", "granularity": "row", "scale": "exact"},
     "points (int4)": {"method": "multipoint", "format": "int4", "budget_bits": 7.0},
     "points (e2m1)": {"method": "multipoint", "format": "e2m1", "budget_bits": 8.0, "points_max": 2},
+    "entropy (6 bits)": {"method": "unit", "budget_bits": 6.0},
     "compressed": {**_COMPRESSED, "format": "e4m3fn"},
     "tiles (e2m1, mx)": _MXFP4,
     "tiles (e4m3fn, 128x128)": _BLOCKS,
@@ -186,6 +187,7 @@ def damages(form: str, output: Path) -> Iterator[Damage]:
         "codes": f"{WEIGHT}_packed" if packed else WEIGHT,
         "scales": f"{WEIGHT}_scale_inv" if _find(output, f"{WEIGHT}_scale_inv") is not None else f"{WEIGHT}_scale",
         "counts": f"{WEIGHT}_points",
+        "sizes": f"{WEIGHT}_blocks",
         **({"kept": VECTOR} if form in FIRST_OF_KIND else {}),
         **low,
     }

@@ -33,8 +33,8 @@ def in_outputs(form: str, pair: Pair) -> list[tuple[Damage, bool]]:
 
 
 def _has_nan(form: str) -> bool:
-    """Whether codes of a form can be NaN; those of four bits cannot."""
-    return not any(word in form for word in ("points", "e2m1", "int4"))
+    """Whether codes of a form can be NaN; integers and those of four bits cannot."""
+    return not any(word in form for word in ("points", "e2m1", "int4", "entropy"))
 
 
 def paragraphs(

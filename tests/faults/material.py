@@ -36,6 +36,7 @@ FORMS: Mapping[str, Sequence[str]] = {
     "calibrated": (*_NVFP4, "--calibrate", "demo"),
     "points": ("--method", "multipoint", "--format", "int4", "--budget-bits", "7"),
     "compressed": ("--format", "e4m3fn", "--layout", "compressed-tensors"),
+    "entropy": ("--bits", "6"),
 }
 # Third-party layouts, by the names of their folders.
 LAYOUTS = {layout.replace(" ", "-"): layout for layout in MAKERS}

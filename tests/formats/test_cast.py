@@ -33,7 +33,7 @@ def own_overflow(name: str) -> Overflow:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [n for n in ML_DTYPES if FORMATS[n].has_sign])
+@pytest.mark.parametrize("name", [n for n in ML_DTYPES if FORMATS[n].has_sign and n != "int16"])  # 32767 has 15 bits
 def test_every_16_bit_input_as_ml_dtypes(name: str, dtype: torch.dtype) -> None:
     x = every_16_bit(dtype)
     if not FORMATS[name].has_nan:

@@ -62,6 +62,7 @@ _ODD: list[Options] = [
     {"method": "unit", "rules": (FormatRule(pattern="*mlp*", format="bf16"),), "exclude": ("*.1.*",)},
     {"method": "collage", "max_shard_size": 300_000},
     {"method": "multipoint", "format": "int8", "budget_bits": 20.0, "points_max": 2, "max_shard_size": 200_000},
+    {"method": "unit", "budget_bits": 3.7, "max_shard_size": 300_000},
 ]  # fmt: skip
 _CALIBRATED: list[Options] = [
     {"method": "unit", "format": f, "granularity": g, "layout": "compressed-tensors", "calibrate": "demo"}

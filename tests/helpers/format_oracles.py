@@ -10,7 +10,7 @@ from gfloat import RoundMode, formats, round_ndarray
 
 from lpconv.formats.spec import FORMATS
 
-INTEGERS = {f"int{bits}": 2 ** (bits - 1) - 1 for bits in range(2, 9)}
+INTEGERS = {f"int{bits}": 2 ** (bits - 1) - 1 for bits in (*range(2, 9), 16)}
 ML_DTYPES = {
     "fp32": np.float32,
     "bf16": ml_dtypes.bfloat16,
@@ -24,6 +24,7 @@ ML_DTYPES = {
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
     **dict.fromkeys(INTEGERS, np.int8),
+    "int16": np.int16,
     "int4": ml_dtypes.int4,
     "int2": ml_dtypes.int2,
 }

@@ -30,6 +30,7 @@ OURS: dict[str, dict[str, Any]] = {
     "mx": {"method": "unit", "format": "e2m1", "granularity": "mx"},
     "fp16": {"method": "unit", "format": "fp16"},
     "multipoint": {"method": "multipoint", "format": "int4"},
+    "bits": {"method": "unit", "budget_bits": 6.0},
     "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
 }
 THEIRS = (

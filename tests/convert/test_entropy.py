@@ -1,0 +1,195 @@
+"""Entropy-coded integers: their bytes by an independent decoder, the budget, damage, and numbers of every kind."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lpconv.convert.run import convert, plan
+from lpconv.data import demo_checkpoint
+from lpconv.errors import InputError, UsageError
+from lpconv.formats.spec import CODED
+from lpconv.forms import FormSettings
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.entropy import EntropyCoded
+from lpconv.forms.facts import Measurement, block_ranges
+from lpconv.models import plugin
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.settings import command_line, fill_options
+from tests.helpers.checkpoints import write_checkpoint
+
+NAME = "layer.weight"
+
+
+def pco_numbers(data: bytes) -> NDArray[np.int64]:
+    """The 16-bit integers of a file in Pco's format, one chunk without deltas (github.com/pcodec/pcodec, format.md)."""
+    at = 0
+
+    def take(bits: int) -> int:
+        nonlocal at
+        value = int.from_bytes(data[at // 8 : at // 8 + 5], "little") >> at % 8 & ((1 << bits) - 1)
+        at += bits
+        return value
+
+    assert data[:4] == b"pco!"
+    at = 48  # also past the version, and a type for all chunks
+    take(take(6) + 1)  # a hint at the count
+    at = -(-at // 8) * 8 + 16  # past the version of the chunk
+    assert take(8) == 8  # 16-bit integers
+    count, mode = take(24) + 1, take(8)
+    assert mode == 0
+    log = take(4)
+    bins = [(take(log) + 1, take(16), take(5)) for _ in range(take(15))]  # weight, lowest number, bits of an offset
+    size = 1 << log
+    which, place = [0] * size, 0
+    for index, (weight, _, _) in enumerate(bins):
+        for _ in range(weight):
+            which[place % size] = index
+            place += (3 * size // 5) | 1
+    seen, nodes = [weight for weight, _, _ in bins], []
+    for index in which:
+        bits = log + 1 - seen[index].bit_length()
+        nodes.append((index, (seen[index] << bits) - size, bits))
+        seen[index] += 1
+    at = -(-at // 8) * 8
+    states, numbers = [take(log) for _ in range(4)], list[int]()
+    at = -(-at // 8) * 8
+    while len(numbers) < count:
+        batch = []
+        for i in range(min(256, count - len(numbers))):
+            index, base, bits = nodes[states[i % 4]]
+            states[i % 4] = base + take(bits)
+            batch.append(bins[index])
+        numbers += [low + take(offset_bits) for _, low, offset_bits in batch]
+    return np.array(numbers) - 2**15
+
+
+def codes_of(stored: dict[str, Tensor], name: str) -> NDArray[np.int64]:
+    """The integers of a weight."""
+    ends = stored[name + "_blocks"].cumsum(0).tolist()
+    raw = stored[name][0].numpy().tobytes()
+    return np.concatenate([pco_numbers(raw[a:b]) for a, b in zip((0, *ends), ends, strict=False)])
+
+
+def entropy(codes: NDArray[np.int64]) -> float:
+    share = np.unique(codes, return_counts=True)[1] / codes.size
+    return float(-(share * np.log2(share)).sum())
+
+
+def form_of(shape: tuple[int, ...], bits: float) -> EntropyCoded:
+    form = EntropyCoded.of(NAME, shape, CODED, FormSettings(budget_bits=bits))
+    assert isinstance(form, EntropyCoded)
+    return form
+
+
+def encoded(form: EntropyCoded, x: Tensor) -> tuple[Measurement, Tensor]:
+    work, ranges = Workspace(), list(block_ranges(x.numel(), form.cols))
+    found = form.measure(lambda job: [job(x.view(-1)[a:b], a, work) for a, b in ranges])
+    data = [form.encode(x.view(-1)[a:b], a, found, work).data[0].clone() for a, b in ranges]
+    return found, torch.cat(data)
+
+
+@pytest.mark.parametrize("bits", [2.5, 3.7, 6])
+def test_the_file_has_integers_of_one_step_in_the_budget_near_their_entropy(bits: float, tmp_path: Path) -> None:
+    """The weight has several blocks; numpy decodes them."""
+    x = torch.randn(700, 300, generator=torch.Generator().manual_seed(1)) / 50
+    source = write_checkpoint(tmp_path / "source", {NAME: x.bfloat16()})
+    options = ConvertOptions(budget_bits=bits, verify="weights")
+    assert convert(str(source), tmp_path / "out", options).verify.passed
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    size = sum(t.numel() * t.itemsize for t in stored.values())
+    assert size == int(bits * x.numel() / 8)
+    file = tmp_path / "out" / "model.safetensors"
+    assert plan(str(source), Path("unused"), options).bytes.written == file.stat().st_size
+    codes, step = codes_of(stored, NAME), float(stored[NAME + "_scale"])
+    assert len(stored[NAME + "_blocks"]) == 4
+    assert np.array_equal(codes, np.rint(x.bfloat16().double().numpy().ravel() / step))
+    assert entropy(codes) * x.numel() / 8 <= size <= 1.01 * entropy(codes) * x.numel() / 8
+    loaded = plugin.decode_blocks(stored[NAME][0], stored[NAME + "_scale"], stored[NAME + "_blocks"], x.shape)
+    assert np.array_equal(loaded.double().numpy().ravel(), codes * step)
+
+
+def test_the_command_is_recorded_and_the_settings_are_those_of_the_budget(tmp_path: Path) -> None:
+    result = convert("demo", tmp_path / "out", ConvertOptions(budget_bits=3.7, verify="none"))
+    assert "--budget-bits 3.7" in command_line("demo", fill_options(ConvertOptions(budget_bits=3.7)))
+    assert result.format == CODED.name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (config["format"], config["exceptions"]) == (CODED.name, {"model.embed_tokens.weight": "fp16"})
+    codes = load_file(tmp_path / "out" / "model.safetensors")
+    weights = load_file(demo_checkpoint() / "model.safetensors")
+    names = [n for n, x in weights.items() if n + "_blocks" in codes]
+    assert len(names) == 28
+    for name in names[:3]:
+        step = float(codes[name + "_scale"])
+        assert np.array_equal(codes_of(codes, name), np.rint(weights[name].double().numpy().ravel() / step))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"budget_bits": 1.4}, {"budget_bits": 12.5}]
+    + [
+        {"budget_bits": 4.0, **other}
+        for other in (
+            {"format": "int4"}, {"scale": "pow2"}, {"granularity": "row"}, {"layout": "compressed-tensors"},
+            {"rounding": "gptq", "calibrate": "demo"}, {"points_max": 2}, {"method": "scalify"},
+        )
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_contradict_the_budget_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        fill_options(ConvertOptions(**options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", [1.5, 4, 12])
+@pytest.mark.parametrize("kind", ["normal", "zeros", "constant", "outlier", "tiny", "sparse", "cauchy"])
+def test_numbers_of_every_kind_fit(kind: str, bits: float, dtype: torch.dtype) -> None:
+    x = torch.randn(300, 301, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    changed = {
+        "normal": x, "zeros": x * 0, "constant": x * 0 - 0.37, "tiny": x * 1e-7, "sparse": x * (x > 2),
+        "outlier": torch.where(x == x.max(), 6e4, x), "cauchy": (x / x.flip(0)).clamp(-6e4, 6e4),
+    }  # fmt: skip
+    values = changed[kind].to(dtype)
+    form = form_of((300, 301), bits)
+    found, data = encoded(form, values)
+    assert data.numel() == form.payload
+    assert form.is_valid_side(found.side)
+    got = form.decode((data,), 0, form.num_elements, found.side)
+    assert form.is_right(values.float().view(-1), got, 0, found.side)
+    step = form.scale(found.side)
+    assert float((got - values.float().view(-1)).abs().max()) <= step * (0.5 + 2**-9)
+    if kind == "constant":
+        assert torch.allclose(got, torch.tensor(-0.37), rtol=1e-2)
+
+
+def test_numbers_that_are_not_finite_and_matrices_that_are_too_small(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        encoded(form_of((64, 64), 4.0), torch.full((64, 64), torch.nan))
+    source = write_checkpoint(tmp_path / "source", {NAME: torch.randn(64, 64), "small.weight": torch.randn(8, 8)})
+    result = convert(str(source), tmp_path / "out", ConvertOptions(budget_bits=2.0, verify="weights"))
+    assert {t.name: t.action for t in result.tensors} == {NAME: "convert", "small.weight": "keep"}
+
+
+def test_every_changed_bit_of_a_block_is_an_error_or_another_number() -> None:
+    """Every bit of the table, and 1,000 others; but the first bytes also have what no decoding needs, such as hints."""
+    x = torch.randn(256, 257, generator=torch.Generator().manual_seed(2))
+    form = form_of((256, 257), 3.0)
+    found, data = encoded(form, x)
+    whole, used = form.decode((data,), 0, form.num_elements, found.side), int(found.side[NAME + "_blocks"].sum())
+    others = torch.randint(8 * used, (1000,), generator=torch.Generator().manual_seed(3)).tolist()
+    silent = []
+    for bit in {*range(8 * 100), *others}:
+        damaged = data.clone()
+        damaged[bit // 8] ^= 1 << bit % 8
+        with contextlib.suppress(InputError):
+            if torch.equal(form.decode((damaged,), 0, form.num_elements, found.side), whole):
+                silent.append(bit // 8)
+    assert max(silent) < 16
