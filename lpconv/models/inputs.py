@@ -83,14 +83,14 @@ def read_windows(model: Any, ids_NL: Tensor, *, whole: bool = False, **further: 
 
     A decoder after an encoder reads the same text, shifted as the class shifts labels.
     """
-    body = model.get_decoder() if hasattr(model.config, "text_config") else model.base_model
-    inputs = {"input_ids": ids_NL, "attention_mask": torch.ones_like(ids_NL), **further}
+    further |= {"input_ids": ids_NL, "attention_mask": torch.ones_like(ids_NL)}
     if task_of(type(model).__name__) is SEQ2SEQ:
-        model(**inputs, labels=ids_NL)
+        model(**further, labels=ids_NL)
     elif model.config.is_encoder_decoder:
-        model.base_model(**inputs, decoder_input_ids=ids_NL)
+        model.base_model(**further, decoder_input_ids=ids_NL)
     else:
-        (model if whole else body)(**inputs)
+        body = model.get_decoder() if hasattr(model.config, "text_config") else model.base_model
+        (model if whole else body)(**further)
 
 
 def describe_inputs(inputs: Mapping[str, Tensor]) -> str:

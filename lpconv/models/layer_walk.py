@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from threading import Semaphore, Thread
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lpconv.errors import UnsupportedError
 from lpconv.layers import block_lists
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import CodedTensor, watched_products
 from lpconv.models.inputs import read_windows
-from lpconv.models.load import load_from_files
+from lpconv.models.load import load_from_files, without_cache
 from lpconv.models.tasks import architecture
 from lpconv.storage.checkpoint import Checkpoint
 
@@ -41,13 +41,13 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer, wi
 _Others: TypeAlias = tuple[Any, ...] | None  # results of a layer after the state; None if it returns the state alone
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Call:
-    """A call of a layer in a model. `others` are those of the first layer of its stack."""
+class _Call(NamedTuple):
+    """A call of a layer in a model, where it returns `output`, its input, and the `others` of its stack."""
 
     layer: nn.Module
     state: Tensor
     arguments: _Arguments
+    output: Tensor
     others: _Others
 
 
@@ -78,10 +78,11 @@ class LayerWalk:
         self._model = model
         self._known: dict[nn.Module, _Others] = {}
         glance = Batch(ids_NL=windows_NL[:1, :_GLANCE], state=windows_NL)
-        calls = self._recorded(glance, [x for layers in block_lists(model) for x in layers])
-        self._known = {c.layer: c.others for c in calls if not any(isinstance(x, Tensor) for x in c.others or ())}
-        self._stacks = [[c.layer for c in stack] for _, stack in groupby(calls, key=lambda c: id(c.state))]
-        self.layers = [c.layer for c in calls]
+        stacks = self._recorded(glance, [layer for layers in block_lists(model) for layer in layers])
+        firsts = [calls[0] for calls in stacks]
+        self._known = {c.layer: c.others for c in firsts if not any(isinstance(x, Tensor) for x in c.others or ())}
+        self._stacks = [[call.layer for call in calls] for calls in stacks]  # from the one that has begun on
+        self.layers = [layer for stack in self._stacks for layer in stack]
         if len({*self.layers}) != len(self.layers) or not self.layers:
             raise UnsupportedError(f"`{type(model).__name__}` does not run its layers once each", hint=_HINT)
         self.batches = tuple(Batch(ids_NL=ids_NL, state=ids_NL) for ids_NL in torch.split(windows_NL, at_once))
@@ -97,10 +98,7 @@ class LayerWalk:
         model, missing = load_from_files(stored, model_class=cls_of_model, experts_implementation="eager")
         if missing:
             raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
-        for module in model.modules():  # the text part of a model has a config of its own
-            if hasattr(module, "config"):
-                module.config.use_cache = False
-        return cls(model, windows_NL, at_once=at_once)
+        return cls(without_cache(model), windows_NL, at_once=at_once)
 
     def run(self, index: int, batch: Batch) -> Any:
         """The result of layer `index`, the next one, on a batch: the new state, or a tuple that begins with it."""
@@ -121,63 +119,60 @@ class LayerWalk:
 
     def leave(self, index: int, results: Iterable[Any]) -> None:
         """Keep the results of layer `index` on all batches as the states before the next layer."""
-        stack = self._stack_of(index)
+        stack = self._stacks[0]
         is_last = self.layers[index] is stack[-1]
         for batch, result in zip(self.batches, results, strict=True):
             del batch.arguments[index]  # masks and positions that no later layer needs
             batch.state, others = _split(result)
             if is_last:
                 batch.results |= dict.fromkeys(stack, result)
-            else:
+            else:  # others, such as T5's bias of positions, may be arguments of the next layer
                 batch.arguments[index + 1] = _exchanged(batch.arguments[index + 1], batch.others, others)
-        if is_last and index + 1 < len(self.layers):
+        if is_last and len(self._stacks) > 1:
+            del self._stacks[0]
             self._begin(index + 1)
 
-    def _stack_of(self, index: int) -> list[nn.Module]:
-        return next(stack for stack in self._stacks if self.layers[index] in stack)
-
     def _begin(self, index: int) -> None:
-        """Set the states before the stack that begins with layer `index`, and the arguments of its layers."""
+        """Set the states before the next stack, which begins with layer `index`, and the arguments of its layers."""
         for batch in self.batches:
-            calls = self._recorded(batch, self._stack_of(index), is_whole=False)
+            (calls,) = self._recorded(batch, self._stacks[0], last=self._stacks[0][-1])
             batch.state, batch.others = calls[0].state, calls[0].others
             batch.arguments = {index + i: call.arguments for i, call in enumerate(calls)}
 
-    def _recorded(self, batch: Batch, layers: list[nn.Module], *, is_whole: bool = True) -> list[_Call]:
-        """The calls of `layers` while the model reads a batch. They return their input, finished layers their results.
-
-        Unless `is_whole`, the model stops at the last one.
+    def _recorded(self, batch: Batch, layers: list[nn.Module], *, last: nn.Module | None = None) -> list[list[_Call]]:
+        """The calls of `layers` while the model reads a batch, by stack. They return their input, and finished layers
+        their results. The model stops at layer `last`.
         """
-        calls: list[_Call] = []
+        stacks: list[list[_Call]] = []
 
-        def stand_in(layer: nn.Module, forward: Any) -> Any:
-            def note(state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
-                if layer in batch.results:
-                    return batch.results[layer]
-                state = hidden_states if state is None else state
-                if calls and calls[-1].state is state:
-                    others = calls[-1].others
-                elif layer in self._known:
-                    others = self._known[layer]
-                else:
-                    others = _split(forward(state, *args, **kwargs))[1]
-                calls.append(_Call(layer=layer, state=state, arguments=(args, kwargs), others=others))
-                if layer is layers[-1] and not is_whole:
-                    raise _AllRecorded
-                return state if others is None else (state, *others)
-
-            return note
+        def note(
+            layer: nn.Module, forward: Any, state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any
+        ) -> Any:
+            if layer in batch.results:
+                return batch.results[layer]
+            state = hidden_states if state is None else state
+            if stacks and state is stacks[-1][-1].output:
+                others = stacks[-1][0].others
+            else:
+                stacks.append([])
+                is_known = layer in self._known
+                others = self._known[layer] if is_known else _split(forward(state, *args, **kwargs))[1]
+            stacks[-1].append(_Call(layer, state, (args, kwargs), state.detach(), others))
+            if layer is last:
+                raise _AllRecorded
+            output = stacks[-1][-1].output
+            return output if others is None else (output, *others)
 
         replaced = [*batch.results, *layers]
         try:
             for layer in replaced:
-                layer.forward = stand_in(layer, layer.forward)  # of this object only
+                layer.forward = partial(note, layer, layer.forward)  # of this object only
             with torch.no_grad(), suppress(_AllRecorded):
                 read_windows(self._model, batch.ids_NL)
         finally:
             for layer in replaced:
                 layer.__dict__.pop("forward", None)
-        return calls
+        return stacks
 
 
 class _AllRecorded(Exception):
@@ -190,10 +185,10 @@ def _split(result: Any) -> tuple[Tensor, _Others]:
 
 
 def _exchanged(arguments: _Arguments, old: _Others, new: _Others) -> _Arguments:
-    """Arguments with `new` results of the layer before in place of `old` ones, which may be the bias of positions."""
-    table = {id(x): y for x, y in zip(old or (), new or (), strict=True) if isinstance(x, Tensor)}
-    args, kwargs = arguments
-    return tuple(table.get(id(x), x) for x in args), {key: table.get(id(x), x) for key, x in kwargs.items()}
+    """Arguments with `new` other results of a layer in place of `old` ones."""
+    table = {id(x): y for x, y in zip(old or (), new or (), strict=True)}
+    exchanged: _Arguments = tree_map_only(Tensor, lambda x: table.get(id(x), x), arguments)
+    return exchanged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,8 +123,15 @@ def open_in_files(
         cls = model_class or architecture(stored.checkpoint.config, trusted=_code_directory(stored.checkpoint, kwargs))
         how: dict[str, Any] = {"experts_implementation": "eager", "rounds_inputs": rounds_inputs, **kwargs}
         model, missing = load_from_files(stored, model_class=cls, **how)
-        model.config.use_cache = False  # no key-value cache: nothing is generated
-        yield model, missing
+        yield without_cache(model), missing
+
+
+def without_cache(model: Any) -> Any:
+    """The model, without a cache of keys and values in any of its parts: nothing is generated."""
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    return model
 
 
 @contextmanager

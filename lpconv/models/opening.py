@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
 from lpconv.machine import out_of_memory
-from lpconv.models.load import load_resident, load_rows, load_with_missing
+from lpconv.models.load import load_resident, load_rows, load_with_missing, without_cache
 from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.tasks import Task, architecture, main_input, resolve_auto_class, task_of
@@ -69,7 +69,7 @@ def open_to_run(checkpoint: Openable, **options: Any) -> Opened:
         if missing:
             bare = transformers.AutoModel
             model, missing = load_with_missing(checkpoint, dtype=torch.float32, model_class=bare, **options)
-    return Opened(model=_without_cache(model), missing=missing)
+    return Opened(model=without_cache(model), missing=missing)
 
 
 def open_to_trace(checkpoint: Openable) -> Opened:
@@ -111,12 +111,12 @@ def open_to_train(
         options = {} if num_labels is None else {"num_labels": num_labels, "ignore_mismatched_sizes": True}
         if mesh is not None:
             model, missing, read_whole = load_rows(opened, mesh, model_class=model_class, **options)
-            return Opened(model=_without_cache(model), missing=missing, read_whole=read_whole)
+            return Opened(model=without_cache(model), missing=missing, read_whole=read_whole)
         open_model = load_resident if resident else load_with_missing
         model, missing = open_model(opened, dtype=torch.float32, model_class=model_class, **options)
     if isinstance(getattr(model, "hf_quantizer", None), LpconvQuantizer):
         model.dequantize()  # weights are already decoded: this only releases the codes' scales
-    return Opened(model=_without_cache(model), missing=missing)
+    return Opened(model=without_cache(model), missing=missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,3 @@ def error_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return first if isinstance(error, (ValueError, LpconvError)) else f"{type(error).__name__}: {first}"
-
-
-def _without_cache(model: Any) -> Any:
-    model.config.use_cache = False  # no key-value cache: nothing is generated
-    return model

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.models.coded import CodedTensor
+from lpconv.models.coded import CodedTensor, watched_products
 from lpconv.models.inputs import read_windows, sequence_length, vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, read_text_config
@@ -125,20 +125,16 @@ def _largest_inputs(
     ):
         if missing:
             raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
-        weights = {module: module._parameters.get("weight") for module in model.modules()}
-        stored = {w.pieces[0].form.name: m for m, w in weights.items() if isinstance(w, CodedTensor)}
-        watched = {n: stored.get(f"{n}.weight") or model.get_submodule(n) for n in modules}  # names may differ in files
-        for name, module in watched.items():
-            module.register_forward_pre_hook(partial(_note, magnitudes, name), with_kwargs=True)
-        inner = set(model.base_model.modules())
-        has_head = model.config.is_encoder_decoder or any(module not in inner for module in watched.values())
+        inner = {p.pieces[0].form.name for p in model.base_model.parameters() if isinstance(p, CodedTensor)}
+        has_head = model.config.is_encoder_decoder or not inner.issuperset(f"{n}.weight" for n in modules)
         num_outputs = vocabulary_size(config) if has_head else 0
         at_once = windows_together(config, windows_NL.shape[1], num_outputs=num_outputs)
         for ids_NL in torch.split(windows_NL, at_once):
             part = model if has_head else model.base_model
             cache = DynamicCache()
             cached = {cache_argument(type(part)) or "": cache, "use_cache": True} if caches else {}
-            read_windows(model, ids_NL, whole=has_head, **cached)
+            with watched_products(partial(_note, magnitudes, {*modules})):
+                read_windows(model, ids_NL, whole=has_head, **cached)
             for name in caches:
                 layer = cache.layers[int(_LAYER.findall(name)[0])]
                 _note_values(magnitudes, name, layer.keys if name.endswith(".k_scale") else layer.values)
@@ -146,10 +142,9 @@ def _largest_inputs(
     return {name: magnitudes[name] for name in (*modules, *caches) if name in magnitudes}
 
 
-def _note(
-    magnitudes: dict[str, float], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    _note_values(magnitudes, name, args[0] if args else kwargs["input"])
+def _note(magnitudes: dict[str, float], modules: set[str], x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
+    for name in modules.intersection(piece.form.name.removesuffix(".weight") for piece in weight.pieces):
+        _note_values(magnitudes, name, x)
 
 
 def _note_values(magnitudes: dict[str, float], name: str, x: Tensor) -> None:

@@ -197,10 +197,19 @@ def test_the_same_bytes_again_and_other_ones_by_another_seed(plain: Path, tmp_pa
     assert (tmp_path / "a" / FILE).read_bytes() != (tmp_path / "c" / FILE).read_bytes()
 
 
-@pytest.mark.parametrize(("layers", "rounding"), [(1, "gptq"), (2, "gptq"), (1, "gptaq")])
+@pytest.mark.parametrize(
+    ("kind", "layers", "rounding"),
+    [("plain", 1, "gptq"), ("plain", 2, "gptq"), ("plain", 1, "gptaq"), ("bart", 1, "gptaq"), ("bart", 3, "gptaq")],
+)
 def test_a_run_that_ends_is_resumed_layer_by_layer(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, rounding: str
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    rounding: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    plain: Path = request.getfixturevalue(kind)
     asked = {**INT4, "rounding": rounding}
     rounded(plain, tmp_path / "whole", **asked)
     append, lines = run_module.Staging.append, list[dict[str, Any]]()
@@ -224,7 +233,7 @@ def test_a_run_that_ends_is_resumed_layer_by_layer(
 
     monkeypatch.setattr(feedback._Rounding, "round_layer", counted)
     rounded(plain, tmp_path / "output", resume=True, **asked)
-    assert again == [*range(layers, 2)]
+    assert again == [*range(layers, 4 if kind == "bart" else 2)]
     assert files_of(tmp_path / "output") == files_of(tmp_path / "whole")
 
 
