@@ -37,6 +37,7 @@ from benchmarks import common
 from benchmarks.models import model_folder
 from benchmarks.quality.feedback import GPTAQ, GPTQ, SEARCH
 from benchmarks.quality.held_out import LENGTH, WINDOWS, compare, outputs_of, texts, windows_of
+from benchmarks.quality.variants import QRONOS
 from lpconv.data import demo_text
 
 TOKENS, SEEDS, MODELS = 8192, (0, 1, 2), ("demo", "smollm2", "gemma3")
@@ -50,8 +51,11 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a pack
     "FP8 rows": ("--scheme FP8_DYNAMIC", "fp8", None),
 }
 VARIANTS = {  # run only if named by --rounding
-    f"gptaq, search, {tokens} tokens": f"{GPTAQ} {SEARCH} --calibration-tokens {tokens}"
-    for tokens in (2048, 8192, 32768)
+    **{f"{name}, search": f"{GPTAQ} {SEARCH}" for name in QRONOS},
+    **{
+        f"gptaq, search, {tokens} tokens": f"{GPTAQ} {SEARCH} --calibration-tokens {tokens}"
+        for tokens in (2048, 8192, 32768)
+    },
 }
 OURS = {
     "nearest": "",
@@ -195,7 +199,8 @@ def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> 
         words = [*shlex.split(options), *shlex.split(OURS[row["rounding"]]), "--verify", "weights", "--workers", "1"]
         if row["seed"] is not None:
             words += ["--calibrate", "demo", "--calibration-seed", str(row["seed"])]
-        program = [sys.executable, "-m", "lpconv"]
+        variant, file = row["rounding"].partition(", search")[0], str(Path(__file__).with_name("variants.py"))
+        program = [sys.executable, *([file, variant] if variant in QRONOS else ["-m", "lpconv"])]
         if not row["rounding"].endswith("recover"):
             return [*program, "convert", model, *words, "-o", output]
         first = output.with_name(f"{output.name}-start")
