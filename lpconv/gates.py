@@ -146,8 +146,15 @@ def _task_metric(result: VerifyResult, name: str) -> Figure:
     return None
 
 
+def _nearest(result: VerifyResult) -> float | None:
+    """The smallest share of codes of a weight that are the nearest to the source."""
+    return min((1 - t.rounding.turned for t in result.tensors if t.rounding), default=None)
+
+
 VERIFY_GATES = GateTable[VerifyResult](
-    metrics={**CONVERT_GATES.metrics, **_TEXT_METRICS}, example=CONVERT_GATES.example, families={"task": _task_metric}
+    metrics={**CONVERT_GATES.metrics, **_TEXT_METRICS, "nearest": _nearest},
+    example=CONVERT_GATES.example,
+    families={"task": _task_metric},
 )
 
 

@@ -214,6 +214,30 @@ def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, float]:
     return stepped_axis(low, top, step, lambda d: "exact" if d == exact else str(d), "SQNR, dB"), exact
 
 
+def turned_chart(tensors: Sequence[ComparedTensor]) -> Chart | None:
+    """The share of codes of each weight that are not the nearest to the source; None if all are."""
+    judged = [t for t in in_layer_order(tensors) if t.rounding]
+    checks = [t.rounding for t in judged if t.rounding]
+    largest = max((c.turned for c in checks), default=0.0)
+    if not largest:
+        return None
+    kinds = [int(bool(c.unusual)) for c in checks]
+    words = ("weight", "weight unlike its siblings")
+    return Chart(
+        title="Codes that are not the nearest to the source",
+        description=f"Share of the codes of each weight, up to {share_text(largest, 1)}.",
+        x=_column_axis(judged, "weights, by layer"),
+        y=number_axis(0.0, 1.05 * largest, text=lambda share: share_text(share, 1)),
+        marks=tuple(
+            Mark(kind=series_kind(k), shape=_symbol(k), points=((i + 0.5, c.turned),), title=t.name)
+            for i, (t, c, k) in enumerate(zip(judged, checks, kinds, strict=True))
+        ),
+        legend=tuple(Mark(kind=series_kind(k), shape=_symbol(k), title=words[k]) for k in sorted(set(kinds))),
+        dividers=_module_dividers(judged),
+        is_wide=True,
+    )
+
+
 def _symbol(series: int) -> str:
     return SYMBOLS[series % len(SYMBOLS)]
 

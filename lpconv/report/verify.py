@@ -1,6 +1,7 @@
 """Documents of a verification: the checks, their results, the distance between two checkpoints, and scores in tasks."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
@@ -33,7 +34,7 @@ from lpconv.report.numbers import (
     sqnr_text,
     usual_sqnr,
 )
-from lpconv.report.tensor_charts import sqnr_chart
+from lpconv.report.tensor_charts import sqnr_chart, turned_chart
 from lpconv.report.tensors import SINGLE_ELEMENTS
 from lpconv.results import (
     ComparedTensor,
@@ -43,6 +44,7 @@ from lpconv.results import (
     HashCheck,
     LogitsCheck,
     OpenedCheck,
+    RoundingCheck,
     TaskCheck,
     Verification,
     VerifyResult,
@@ -50,6 +52,13 @@ from lpconv.results import (
 from lpconv.results.verify import LOST_DB
 
 _WORST, _FAILURES = 10, 3  # most tensors shown on a terminal, and most failures in an error message
+# What the kinds of `RoundingCheck` are consistent with.
+_ROUNDINGS = {
+    "nearest": "rounding to nearest",
+    "tuned": "tuned rounding (AutoRound), at most one step away",
+    "feedback": "error feedback (GPTQ)",
+    "unknown": "no known way of rounding",
+}
 _NO_TEXT = "which say nothing about quality, because they are no text"
 
 
@@ -70,7 +79,8 @@ def verify_document(result: Verification) -> Document:
             section("Worst tensors", _worst_table(result.tensors), only="terminal"),
             _outputs_section(logits) if logits else None,
             _tasks_section(result.tasks),
-            section("", sqnr_chart([(result.path, result.tensors)], noun="tensor")),
+            _codes_section(result.tensors),
+            section("", sqnr_chart([(result.path, result.tensors)], noun="tensor"), turned_chart(result.tensors)),
             section("Every tensor, the worst first", _tensor_table(result), only="page"),
         ),
         warnings=result.warnings,
@@ -262,6 +272,8 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         steps.append(Check(name="files", outcome=outcome, text=_files_words(v.files)))
     if v.weights:
         steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=_weights_words(v)))
+    if judged := [t.rounding for t in v.tensors if t.rounding]:
+        steps.append(Check(name="rounding", outcome="passed", text=_codes_words(judged)))
     if v.feedback:
         outcome = "not run" if v.feedback.skipped and not v.feedback.wrong else _outcome(not v.feedback.wrong)
         steps.append(Check(name="calibration", outcome=outcome, text=_feedback_words(v.feedback)))
@@ -334,6 +346,30 @@ def _weights_words(v: VerifyResult) -> str:
         missed = check.miss_probability
         share += f"; one bad block elsewhere would be missed with probability {missed:.2g})" if missed else ")"
     return f"no wrong element among {which}{share}; {_tensors_text(v)}"
+
+
+def _codes_words(checks: Sequence[RoundingCheck]) -> str:
+    """What the codes of a file are consistent with, in a sentence."""
+    parts = []
+    for kind, num in Counter(c.kind for c in checks).most_common():
+        shares = [c.turned for c in checks if c.kind == kind]
+        ends = " to ".join(dict.fromkeys(percent(x) for x in (min(shares), max(shares))))
+        turned = "" if kind == "nearest" else f" ({ends} of codes are not the nearest)"
+        parts.append(f"{count_text(num)} with {_ROUNDINGS[kind]}{turned}")
+    odd = sum(bool(c.unusual) for c in checks)
+    unlike = f"; {plural(odd, 'weight')} unlike {'its' if odd == 1 else 'their'} siblings" if odd else ""
+    return f"of {plural(len(checks), 'weight')}, codes are consistent for {name_list(parts)}{unlike}"
+
+
+def _codes_section(tensors: Sequence[ComparedTensor]) -> Section | None:
+    """The weights whose codes stand out, and on a page the share of turned codes of all."""
+    odd = [(t.name, t.rounding) for t in tensors if t.rounding and t.rounding.unusual]
+    rows = tuple(
+        (n, *(percent(x / c.num_codes) for x in (c.num_second, c.num_further)), _ROUNDINGS[c.kind], c.unusual)
+        for n, c in odd
+    )
+    columns = ("Tensor", "Second neighbour", "Further", "<Consistent with", "<Unlike its siblings")
+    return section("Weights rounded unlike their siblings", Table(columns=columns, rows=rows, has_names=True))
 
 
 def _feedback_words(check: FeedbackCheck) -> str:

@@ -153,6 +153,30 @@ class GateRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundingCheck:
+    """How the codes of a weight were rounded, given the scales of the file.
+
+    Of the codes, `num_second` are the second neighbours of their weight in the source and `num_further` are further
+    away. This is what `kind` of rounding leaves: "nearest", "tuned", "feedback" or "unknown". `least_column` is the
+    smallest share of these codes in a column, `place` says where they cluster, and `unusual` how the weight differs
+    from its siblings.
+    """
+
+    num_codes: int
+    num_second: int
+    num_further: int
+    kind: str
+    least_column: float = 0.0
+    place: str = ""
+    unusual: str = ""
+
+    @property
+    def turned(self) -> float:
+        """Share of codes that are not the nearest."""
+        return (self.num_second + self.num_further) / self.num_codes
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComparedTensor:
     """Comparison of one weight with a reference in any form. `num_off` of `num_groups` groups have a wrong factor.
 
@@ -171,6 +195,7 @@ class ComparedTensor:
     problem: str | None = None
     input_sqnr_db: float | None = None
     output_sqnr_db: float | None = None
+    rounding: RoundingCheck | None = None
 
 
 LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has half its energy; zeros have 0 dB

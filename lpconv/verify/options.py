@@ -66,4 +66,7 @@ class VerifyOptions:
         Gt(0),
         Option("Say how many questions or tokens show this drop of a score, or rise of the loss, with 80 % power"),
     ] = None
+    strict: Annotated[bool, Option("Fail for warnings, such as weights that were rounded unlike their siblings")] = (
+        False
+    )
     trust_remote_code: TrustRemoteCode = False

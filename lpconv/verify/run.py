@@ -77,11 +77,18 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
         result = dataclasses.replace(result, tasks=with_plans(answers, options.detect))
     if options.data is None and not options.tasks:
-        return result
+        return _strict(result, options)
     if quantization_method(Checkpoint.open(directory).config) == MODELOPT.name:
         warning = "inputs were not rounded, although readers of ModelOpt's checkpoints may round them"
         result = dataclasses.replace(result, warnings=(*result.warnings, warning))
-    return with_gates(result, gates)
+    return _strict(with_gates(result, gates), options)
+
+
+def _strict(result: VerifyResult, options: VerifyOptions) -> VerifyResult:
+    """The result, failed if it has warnings and the options allow none."""
+    if not (options.strict and result.warnings):
+        return result
+    return dataclasses.replace(result, problems=(*result.problems, *result.warnings), warnings=(), passed=False)
 
 
 def with_source(directory: Path, options: VerifyOptions) -> VerifyOptions:

@@ -1,0 +1,87 @@
+"""Codes of files against their source: no suspicion of honest ones, and every plant of turned codes is found."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.plan.options import ConvertOptions
+from lpconv.progress import Silent
+from lpconv.results import RoundingCheck
+from lpconv.verify.compare import compare
+from lpconv.verify.roundings import unusual
+
+PLANTED = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_BLOCK", "NVFP4A16", "MXFP8", "MLX_INT4", "TRANSFORMERS_FP8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_honest_files_raise_no_suspicion(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
+    """Also if scales were rounded to bf16 after the codes were chosen, as tools that save models in bf16 do.
+
+    An outlier makes all other weights that share its scale zero.
+    """
+    source = tmp_path / "source"
+    shutil.copytree(demo_checkpoint(), source)
+    weights = load_file(source / "model.safetensors")
+    weights[PLANTED][3, 5] = 100 * weights[PLANTED].abs().max()
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    options = ConvertOptions(scheme=scheme, scale=None if "MX" in scheme else "exact", verify="none")
+    convert(str(source), tmp_path / "out", options)
+    path = tmp_path / "out/model.safetensors"
+    stored = load_file(path)
+    rounded = {n: x.to(dtype).to(x.dtype) if "scale" in n and x.is_floating_point() else x for n, x in stored.items()}
+    save_file(rounded, path, {"format": "pt"})
+    result = compare(tmp_path / "out", source, gates=(), progress=Silent())
+    checks = [t.rounding for t in result.tensors if t.rounding]
+    assert result.passed, result.problems
+    assert len(checks) >= 16
+    assert {(c.kind, c.turned, c.unusual) for c in checks} == {("nearest", 0.0, "")}
+
+
+def test_turned_codes_are_counted_and_found(tmp_path: Path) -> None:
+    """One in 1,000 codes is moved across its weight, in one of 28 weights."""
+    out = tmp_path / "out"
+    convert("demo", out, ConvertOptions(scheme="W4A16", verify="none"))
+    stored, weight = load_file(out / "model.safetensors"), load_file(demo_checkpoint() / "model.safetensors")[PLANTED]
+    shifts = 4 * torch.arange(8)
+    codes = ((stored[f"{PLANTED}_packed"].long().unsqueeze(2) >> shifts) & 15).flatten(1) - 8
+    offset = weight / stored[f"{PLANTED}_scale"].float().repeat_interleave(128, 1) - codes
+    draws = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0))
+    moved = (draws < 1e-3) & (codes.abs() < 7) & (offset.abs() < 0.4)
+    words = ((codes + moved * offset.sign().long() + 8).view(len(codes), -1, 8) << shifts).sum(2)
+    stored[f"{PLANTED}_packed"] = torch.where(words >= 2**31, words - 2**32, words).int()
+    save_file(stored, out / "model.safetensors", {"format": "pt"})
+    command = ["verify", str(out), "--against", "demo", "--level", "values"]
+    page = ["--html", str(tmp_path / "page.html"), "--gate", "nearest>=0.99"]
+    said = CliRunner().invoke(app, [*command, *page, "--json"])
+    assert said.exit_code == 0, said.stderr
+    document = json.loads(said.stdout)
+    checks = {t["name"]: t["rounding"] for t in document["tensors"] if t["rounding"]}
+    assert [n for n, c in checks.items() if c["unusual"]] == [PLANTED]
+    assert (checks[PLANTED]["num_second"], checks[PLANTED]["num_further"]) == (int(moved.sum()), 0)
+    assert any(PLANTED in warning for warning in document["warnings"])
+    assert "siblings" in (tmp_path / "page.html").read_text()
+    assert CliRunner().invoke(app, [*command, "--strict"]).exit_code == 5
+    assert CliRunner().invoke(app, [*command, "--gate", "nearest>=0.9999"]).exit_code == 5
+
+
+def feedback(turned: float, least: float = 0.0) -> RoundingCheck:
+    num = round(10_000 * turned)
+    return RoundingCheck(num_codes=10_000, num_second=num, num_further=0, kind="feedback", least_column=least)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_found"),
+    [(feedback(0.35), False), (feedback(0.5), True), (feedback(0.25, least=0.05), True)],
+)
+def test_error_feedback_varies_but_never_turns_a_first_column(changed: RoundingCheck, is_found: bool) -> None:
+    checks = {f"layers.{i}.up.weight": feedback(0.2 + i / 100) for i in range(10)} | {"layers.10.up.weight": changed}
+    assert [*unusual(checks)] == ["layers.10.up.weight"] * is_found
