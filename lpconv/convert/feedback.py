@@ -186,11 +186,11 @@ class TensorRounding:
 
     def __init__(self, t: PlannedTensor, workers: Workers, measured: Measurement, count: int) -> None:
         assert t.form.takes_codes, t.form
-        (data,) = t.form.data
-        self.form, self._workers, self._measured = t.form, workers, measured
+        (data,) = t.form.plain.data
+        self.form, self._planned, self._workers, self._measured = t.form, t, workers, measured
         self._codes = torch.empty(data.num_bytes, dtype=torch.uint8)
         codes = self._codes.view(TORCH_DTYPES.get(data.dtype, torch.uint8)).view(data.shape)
-        self.parts = {**{c.name: measured.side[c.name] for c in t.form.side}, data.name: codes}
+        self.parts: Side = {**{c.name: measured.side[c.name] for c in t.form.plain.side}, data.name: codes}
         self._size = t.info.num_elements // count
         self._signal = self._noise = self._nearest = self._max_steps = 0.0
         self._num_inputs = [0] * count  # of each matrix
@@ -209,8 +209,8 @@ class TensorRounding:
             measured = workers.measure(dataclasses.replace(t, form=form))
         return cls(t, workers, measured, matrix.count) if measured.stats.is_finite else None
 
-    def round(self, matrix: Matrix, factor: Factor) -> None:
-        """Round one matrix with error feedback."""
+    def rounded(self, matrix: Matrix, factor: Factor) -> Self:
+        """Round one matrix with error feedback. The result is another rounding if the codes need larger scales."""
         self._num_inputs[matrix.index] = factor.num_inputs
         step = -(-self._size // _SAMPLED)
         for first_row, weight, scales in self._slabs(matrix.index, is_whole=factor.is_transposed):
@@ -219,6 +219,14 @@ class TensorRounding:
             sample = slice(-first_row % step, None, step)
             self._note_errors(weight_RC[sample], rounded_RC[sample], scales_RC[sample], factor)
             self._store(matrix.index, first_row, factor.oriented(rounded_RC), weight, scales)
+        stored = self.form.from_plain(self.parts)
+        if self.form.data[0].name not in stored:
+            larger = dataclasses.replace(self._measured, side=stored)
+            again = type(self)(self._planned, self._workers, larger, matrix.count).rounded(matrix, factor)
+            again._nearest = self._nearest  # with its own scales
+            return again
+        self.parts = stored
+        return self
 
     def record(self) -> RoundingRecord:
         """The record of the rounding of all matrices, of which those that no input reached are rounded to nearest."""
@@ -262,10 +270,10 @@ class TensorRounding:
 
     def _store(self, index: int, first_row: int, rounded: Tensor, weight: Tensor, scales: Tensor) -> None:
         """Store the codes of rows of numbers on the form's grid, and note the largest distance to the source."""
-        (component,), start = self.form.data, index * self._size + first_row * self.form.shape[-1]
-        place, _ = self.form.place(start, start + rounded.numel(), self._measured.side)
+        plain, start = self.form.plain, index * self._size + first_row * self.form.shape[-1]
+        (component,), (place, _) = plain.data, plain.place(start, start + rounded.numel(), self._measured.side)
         with self._workers.borrow() as work:
-            raw = bytes_on_grid(self.form, rounded.reshape(-1), start, self._measured, work)
+            raw = bytes_on_grid(plain, rounded.reshape(-1), start, self._measured, work)
         begin = place * DTYPE_BITS[component.dtype] // 8
         self._codes[begin : begin + len(raw)] = raw
         self._max_steps = max(self._max_steps, float(weight.sub_(rounded).div_(scales).abs_().amax()))
@@ -317,7 +325,7 @@ class _Rounding:
                         importance = single if m.count == 1 else squares.get(m.name)
                         tensors[m.name] = TensorRounding.begin(self._planned[m.name], self._workers, m, importance)
                     if (tensor := tensors[m.name]) is not None:
-                        tensor.round(m, factor)
+                        tensor = tensors[m.name] = tensor.rounded(m, factor)
                         self._weights.rounded[m.name] = tensor.form, tensor.parts
                 run.pass_by(matrices)
                 if source is not None:

@@ -51,6 +51,11 @@ class Format:
         """Number of information bits: sign, exponent and mantissa."""
         return int(self.has_sign) + self.exponent_bits + self.mantissa_bits
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether files have at most 8 bits per number, as for integers: those of 16 bits are entropy-coded."""
+        return self.storage_bits <= 8 or self.twos_complement
+
     @functools.cached_property
     def max(self) -> float:
         """The largest finite number."""

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
-from lpconv.formats.spec import CODED, Format
+from lpconv.formats.spec import CODED, FORMATS, Format
+from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import (
     BlockFacts,
     BlockStats,
@@ -33,10 +34,9 @@ from lpconv.forms.facts import (
     Headers,
     Measurement,
     block_ranges,
-    checked_ranges,
 )
 from lpconv.forms.form import Form, Over, Side, not_finite_error
-from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyCoded(Form):
+class EntropyCoded(CodedForm):
     """Integers with one step, of which the coded blocks take at most `payload` bytes."""
 
     kind: ClassVar[str] = "entropy"
@@ -66,7 +66,7 @@ class EntropyCoded(Form):
     encoded_per_second: ClassVar[float] = 2e7
     checked_per_second: ClassVar[float] = 1e7
 
-    format: Format
+    has_pow2_scale: bool = False
     payload: int
 
     @classmethod
@@ -106,8 +106,40 @@ class EntropyCoded(Form):
     def cols(self) -> int:
         return _block_size(self.shape)
 
+    @property
+    def packed(self) -> str:
+        return self.format.name
+
+    @property
+    def plain(self) -> Form:
+        """fp32 numbers for the integers."""
+        return ScaledCodes(name=self.name, shape=self.shape, format=FORMATS["fp32"], has_pow2_scale=False)
+
+    def from_plain(self, parts: Side) -> Side:
+        import torch
+
+        coded = list(self._coded(parts[self.name].view(-1).to(torch.int16).numpy()))
+        data, step = b"".join(coded), self.scale(parts)
+        if len(data) > self.payload:  # a step 2^b times as large saves b bits of each number
+            surplus = 8 * (len(data) - self.payload) / self.num_elements
+            return self._side(_step(_index(step * 2**surplus) + 1), [])
+        payload = torch.frombuffer(bytearray(data.ljust(self.payload, b"\0")), dtype=torch.uint8).view(1, -1)
+        return {**self._side(step, list(map(len, coded))), self.name: payload}
+
+    def _side(self, step: float, sizes: Sequence[int]) -> Side:
+        import torch
+
+        return {
+            self.name + SCALE_SUFFIX: torch.tensor([step], dtype=torch.float32),
+            self.name + _BLOCKS_SUFFIX: torch.tensor(sizes, dtype=torch.int32),
+            self.name + _SHAPE_SUFFIX: torch.empty((0, *self.shape), dtype=torch.uint8),
+        }
+
     def scale(self, side: Side) -> float:
         return float(side[self.name + SCALE_SUFFIX])
+
+    def code_scale(self, side: Side, start: int, stop: int) -> float:
+        return self.scale(side)
 
     def is_valid_side(self, side: Side) -> bool:
         sizes = side[self.name + _BLOCKS_SUFFIX]
@@ -117,15 +149,15 @@ class EntropyCoded(Form):
         """A histogram of the block's numbers, rounded to 16 bits. Raises InputError for NaN or Inf."""
         from lpconv.forms.blocks import block_stats
 
+        if self.chosen is not None:
+            return super().look(x, start, work)
         stats = block_stats(x, work)
         if not stats.is_finite:
             raise not_finite_error(self.name, self.format)
         return BlockFacts(stats=stats, more=_histogram(x))
 
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
         """The smallest step whose coded size fits, and the size of each block with it."""
-        import torch
-
         from lpconv.forms.blocks import as_float32
 
         stats = sum((each.stats for each in looked), BlockStats())
@@ -138,18 +170,15 @@ class EntropyCoded(Form):
             return [size for block in over(sizes) for size in block]
 
         step, sizes = _smallest_step(numbers, counts, stats.absmax, self.payload, coded_sizes)
-        side = {
-            self.name + SCALE_SUFFIX: torch.tensor([step], dtype=torch.float32),
-            self.name + _BLOCKS_SUFFIX: torch.tensor(sizes, dtype=torch.int32),
-            self.name + _SHAPE_SUFFIX: torch.empty((0, *self.shape), dtype=torch.uint8),
-        }
-        return Measurement(stats=stats, side=side)
+        return Measurement(stats=stats, side=self._side(step, sizes))
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         import torch
 
         from lpconv.forms.blocks import as_float32, block_error
 
+        if self.chosen is not None:
+            return super().encode(x, start, measured, work)
         value, step = as_float32(x, work), self.scale(measured.side)
         codes = _codes(value, step)
         first, last = self.place(start, start + x.numel(), measured.side)
@@ -183,11 +212,8 @@ class EntropyCoded(Form):
             at += size
         return codes.float().mul_(self.scale(side))
 
-    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        step = self.scale(side)
-        return all(
-            _is_nearest(value[a:b].double() / step, got[a:b].double() / step) for a, b in checked_ranges(len(value))
-        )
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return out.copy_(self.decode(data, start, stop, side))
 
 
 def _block_size(shape: tuple[int, ...]) -> int:
@@ -234,14 +260,6 @@ def _codes(value: Tensor, step: float) -> NDArray[np.int16]:
 
     codes = value.numpy() / np.float32(step)
     return np.clip(np.rint(codes, out=codes), -_LARGEST, _LARGEST, out=codes).astype(np.int16)
-
-
-def _is_nearest(wanted: Tensor, codes: Tensor) -> bool:
-    """Whether codes are integers next to what they stand for, up to the rounding of a division in fp32."""
-    import torch
-
-    near = (wanted - codes).abs() <= 0.5 + wanted.abs() * 2.0**-24
-    return torch.equal(codes, codes.round()) and bool(near.all())
 
 
 def _decoded(coded: bytes, out: NDArray[np.int16]) -> bool:

@@ -295,6 +295,15 @@ class Form(Stored):
         raise NotImplementedError(self.words)
 
     @property
+    def plain(self) -> Form:
+        """The form to choose codes in, where each has a place of its own: this one, unless it compresses codes."""
+        return self
+
+    def from_plain(self, parts: Side) -> Side:
+        """The components to store for those of `plain`; or only larger scales to choose codes with, if they need it."""
+        return parts
+
+    @property
     def nearest(self) -> Form:
         """The form with codes that follow from the source alone."""
         return self

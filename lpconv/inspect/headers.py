@@ -115,7 +115,7 @@ def check_against_model(record: InspectResult, checkpoint: Checkpoint, *, thorou
 
 
 def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
-    coded = [form for form in forms if form.format is not None and form.format.storage_bits < 16]
+    coded = [form for form in forms if form.format is not None and form.format.is_narrow]
     return 8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None
 
 

@@ -19,7 +19,7 @@ from lpconv.forms.facts import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory, usable_cores
 from lpconv.models.whole import known_shapes
-from lpconv.plan.options import FEEDBACK_BITS, GPTAQ, NEAREST, ConvertOptions
+from lpconv.plan.options import GPTAQ, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.place import any_pointer
@@ -152,7 +152,7 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 
 def _rounding(plan: Plan) -> int:
     """Memory of error feedback: states of the text and of one pass, moments, copies of the largest weight."""
-    narrow = [t for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
+    narrow = [t for t in plan.tensors if t.format is not None and t.format.is_narrow]
     weights = [t.info for t in narrow if len(t.info.shape) in (2, 3)]
     cols = [i.shape[-1] for i in weights] or [0]
     states = 4 * (plan.options.calibration_tokens or 0) * min(cols)

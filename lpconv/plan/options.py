@@ -143,7 +143,7 @@ class ConvertOptions:
         _what(
             "How to round weights: each to nearest, or with error feedback, which preserves layer outputs on a "
             "calibration text (gptq), or the outputs that layers have in the source (gptaq); for codes of at most 8 "
-            "bits",
+            "bits and for --bits",
             choices=ROUNDINGS,
             panel=None,
         ),

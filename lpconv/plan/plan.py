@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.formats.spec import Format
+from lpconv.formats.spec import CODED, Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf.arranged import TRANSPOSED, arranged
 from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import cache_scale_name
 from lpconv.layouts.linears import LinearModules, format_groups, fused_groups, group_pattern
-from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
+from lpconv.plan.options import FilledOptions, check_matches
 from lpconv.plan.policy import check_stacks, decide, deciding_rule, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.plan.suited import largest_group
@@ -80,8 +80,8 @@ class PlannedTensor:
             self.action == "convert"
             and self.form.takes_codes
             and self.form.format is not None
-            and self.form.format.storage_bits <= FEEDBACK_BITS
-            and len(self.info.shape) in (2, 3)  # or one matrix for each expert
+            and self.form.format.is_narrow
+            and len(self.info.shape) in ((2,) if self.form.format is CODED else (2, 3))  # one matrix for each expert
             and not self.is_transposed
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import get_grain
-from lpconv.formats.spec import CODED, FORMATS, Format
+from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
 from lpconv.gguf.arranged import transposed
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
@@ -154,7 +154,7 @@ def _decide(info: TensorInfo, options: FilledOptions) -> _Decision:
     if options.include and not any(matches(p, info.name) for p in options.include):
         return None, "not included"
     if not form_type(options).holds_anything:
-        return _codes_default(info, wanted, is_narrow=wanted.storage_bits < _NARROW or wanted is CODED)
+        return _codes_default(info, wanted)
     if DTYPE_BITS[info.dtype] <= _NARROW and info.dtype == wanted.safetensors:
         return None, f"already {wanted.name}, so the residual is zero"
     return wanted, "pair"
@@ -166,11 +166,11 @@ def deciding_rule(name: str, options: FilledOptions) -> FormatRule | None:
     return None if is_excluded else next((r for r in options.rules if matches(r.pattern, name)), None)
 
 
-def _codes_default(info: TensorInfo, wanted: Format, *, is_narrow: bool) -> _Decision:
+def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     if len(info.shape) < 2:
         return None, "norm, bias or other vector"
     what = sensitive_kind(info)
-    if not is_narrow or what is None:
+    if not wanted.is_narrow or what is None:
         return wanted, what or "matrix"
     if DTYPE_BITS[info.dtype] <= _NARROW:
         return None, f"{what}: 16 bits by default"

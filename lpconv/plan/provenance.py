@@ -16,7 +16,7 @@ from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job
-from lpconv.plan.options import FEEDBACK_BITS, NEAREST
+from lpconv.plan.options import NEAREST
 from lpconv.plan.plan import MISFIT, Plan, PlannedTensor
 from lpconv.plan.suited import largest_group
 from lpconv.report.numbers import code_list, count_text, plural
@@ -122,7 +122,7 @@ def _group_warnings(plan: Plan) -> Iterator[str]:
 
 def _nearest_warnings(plan: Plan) -> Iterator[str]:
     """Warnings about weights that were rounded to nearest despite error feedback."""
-    narrow = [t.form for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
+    narrow = [t.form for t in plan.tensors if t.format is not None and t.format.is_narrow]
     if plan.options.rounding == NEAREST or not any(form.rounding for form in narrow):
         return
     tokens = tokens_per_expert({form.name: form.rounding for form in narrow})
@@ -185,7 +185,7 @@ def lost_signals(tensors: Sequence[TensorRecord | ComparedTensor]) -> Iterator[s
 def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
     """Warnings about weights that already seem to be codes times scales and are rounded to few bits again."""
     rounded = [t for t in tensors if t.grid and not t.on_grid and t.max_rel_error]
-    rounded = [t for t in rounded if FORMATS[t.format].storage_bits <= 8]
+    rounded = [t for t in rounded if FORMATS[t.format].is_narrow]
     for grid in dict.fromkeys(t.grid for t in rounded):
         names = [t.name for t in rounded if t.grid == grid]
         yield (

@@ -17,7 +17,6 @@ from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, command_words, options_of
 from lpconv.plan.options import (
-    FEEDBACK_BITS,
     GPTQ_TOKENS,
     METHOD_FORMATS,
     NEAREST,
@@ -162,7 +161,7 @@ def _with_rounding(options: FilledOptions, method: Method, fmt: Format) -> Fille
                 f"{flag} only applies to --rounding gptq and gptaq", hint=f"add one of them, or leave {flag} out"
             )
         return options
-    if not method.has_granularity or fmt.storage_bits > FEEDBACK_BITS:
+    if not method.has_granularity or not fmt.is_narrow:
         what = f"method `{method.name}`" if not method.has_granularity else f"format `{fmt.name}`"
         why = _WHY_NO_FEEDBACK.get(method.name, f"{fmt.bits} bits lose too little")
         raise UsageError(
@@ -211,7 +210,7 @@ def _check_coded(options: FilledOptions) -> None:
     if not low <= options.budget_bits <= high:
         raise UsageError(f"--bits {options.budget_bits:g} is out of range", hint=f"use {low:g} to {high:g}")
     given = {"format": options.format, "scale": options.scale, "points_max": options.points_max}
-    usual = {"format": CODED.name, "scale": "exact", "granularity": TENSOR, "layout": LPCONV, "rounding": NEAREST}
+    usual = {"format": CODED.name, "scale": "exact", "granularity": TENSOR, "layout": LPCONV}
     given |= {name: getattr(options, name) for name in usual}
     wrong = next((n for n, value in given.items() if value not in (None, usual.get(n))), None)
     if wrong is not None:
