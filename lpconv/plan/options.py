@@ -56,7 +56,7 @@ def _granularity(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRule:
-    """Tensors whose name matches `pattern` get `format`, or stay as they are if it is ``keep``."""
+    """Tensors whose name matches `pattern` get `format`, or so many bits, or stay as they are if it is ``keep``."""
 
     pattern: str
     format: str
@@ -64,15 +64,19 @@ class FormatRule:
     def __str__(self) -> str:
         return f"{self.pattern}={self.format}"
 
+    @property
+    def bits(self) -> float | None:
+        """Bits per number of entropy-coded integers, None for a format or ``keep``."""
+        return float(self.format) if self.format[0].isdigit() else None
+
 
 def parse_rule(text: str) -> FormatRule:
-    """Parse ``PATTERN=FORMAT``; FORMAT may be ``keep``. The last ``=`` separates."""
+    """Parse ``PATTERN=FORMAT``; FORMAT may be ``keep`` or a number of bits. The last ``=`` separates."""
     pattern, separator, name = text.rpartition("=")
     if not separator or not pattern:
         raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
-    return FormatRule(
-        pattern=pattern, format="keep" if name.lower() == "keep" else get_format(name, METHOD_FORMATS).name
-    )
+    is_plain = name.lower() == "keep" or re.fullmatch(r"\d+(\.\d+)?", name)
+    return FormatRule(pattern=pattern, format=name.lower() if is_plain else get_format(name, METHOD_FORMATS).name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +220,8 @@ class ConvertOptions:
     rules: Annotated[
         tuple[FormatRule, ...],
         _what(
-            "Format (or keep) of the tensors that match a pattern; the first match decides",
+            "Format, or keep, or with --bits a number of bits, of the tensors that match a pattern; the first match "
+            "decides",
             flag="rule",
             metavar="PATTERN=FORMAT",
             parse=parse_rule,

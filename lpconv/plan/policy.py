@@ -13,7 +13,7 @@ from typing import Any
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import get_grain
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.spec import CODED, FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
 from lpconv.gguf.arranged import transposed
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
@@ -124,7 +124,9 @@ def check_stacks(infos: Mapping[str, TensorInfo], options: FilledOptions, fused:
 
 def settings_for(options: FilledOptions, linears: LinearModules | None = None, name: str = "") -> FormSettings:
     """The options that the form of a tensor needs; None for those that the method's form does not use."""
-    named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
+    rule = deciding_rule(name, options)
+    bits = options.budget_bits if rule is None or rule.bits is None else rule.bits
+    named = {"residual": options.residual, "budget_bits": bits, "points_max": options.points_max}
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     return FormSettings(
         scale=options.scale or "pow2",
@@ -150,7 +152,8 @@ def _decide(info: TensorInfo, options: FilledOptions) -> _Decision:
     wanted = FORMATS[options.format or METHODS[options.method].default_format]
     rule = deciding_rule(info.name, options)
     if rule is not None:
-        return None if rule.format == "keep" else FORMATS[rule.format], f"rule `{rule.pattern}`"
+        fmt = CODED if rule.bits is not None else FORMATS.get(rule.format)  # none for keep
+        return fmt, f"rule `{rule.pattern}`"
     if options.include and not any(matches(p, info.name) for p in options.include):
         return None, "not included"
     if not form_type(options).holds_anything:

@@ -85,6 +85,9 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
         budget_bits, points_max = _budget(method, fmt, budget_bits, points_max)
     check(options)
     for rule in options.rules:
+        if rule.bits is not None:
+            _check_bits(rule.bits, f"--rule {rule}", is_coded=is_coded)
+            continue
         if rule.format != "keep" and (grain is None or rule.format not in method.formats_with(grain)):
             method.format(rule.format, is_of_rule=True)  # stored with one scale per tensor, if the method has it
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
@@ -206,9 +209,7 @@ def _usual_scale(fmt: Format, grain: Grain | None) -> str:
 def _check_coded(options: FilledOptions) -> None:
     """Raise UsageError for options that contradict integers with one step in a budget of bits."""
     assert options.budget_bits is not None
-    low, high = _CODED_BITS
-    if not low <= options.budget_bits <= high:
-        raise UsageError(f"--bits {options.budget_bits:g} is out of range", hint=f"use {low:g} to {high:g}")
+    _check_bits(options.budget_bits, f"--bits {options.budget_bits:g}")
     given = {"format": options.format, "scale": options.scale, "points_max": options.points_max}
     usual = {"format": CODED.name, "scale": "exact", "granularity": TENSOR, "layout": LPCONV}
     given |= {name: getattr(options, name) for name in usual}
@@ -219,6 +220,14 @@ def _check_coded(options: FilledOptions) -> None:
             f"{flag} does not apply to entropy-coded integers, which --bits asks for",
             hint=f"leave {flag} or --bits out; --method multipoint has another kind of budget",
         )
+
+
+def _check_bits(bits: float, flag: str, *, is_coded: bool = True) -> None:
+    if not is_coded:
+        raise UsageError(f"{flag} needs --bits, for the other tensors", hint="add --bits N, or name a format")
+    low, high = _CODED_BITS
+    if not low <= bits <= high:
+        raise UsageError(f"{flag} is out of range", hint=f"use {low:g} to {high:g} bits")
 
 
 def _check_search(options: FilledOptions, fmt: Format, grain: Grain | None) -> None:

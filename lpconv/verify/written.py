@@ -198,11 +198,12 @@ def prepare_verification(recorded: Recorded, source: Checkpoint, *, verify: str,
 
     The records determine which tensors it converts. Raises InputError if they are damaged.
     """
+    options = from_json(ConvertOptions, recorded.provenance["options"])
     options = dataclasses.replace(
-        from_json(ConvertOptions, recorded.provenance["options"]),
+        options,
         include=(),
         exclude=(),
-        rules=(),
+        rules=tuple(r for r in options.rules if r.bits is not None),  # which no record repeats
         max_shard_size=None,
         revision=None,
         verify=verify,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from lpconv.forms.blocks import Workspace
 from lpconv.forms.entropy import EntropyCoded
 from lpconv.forms.facts import Measurement, block_ranges
 from lpconv.models import plugin
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import ConvertOptions, parse_rule
 from lpconv.plan.settings import command_line, fill_options
+from lpconv.progress import Silent
+from lpconv.verify.options import VerifyOptions
+from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import write_checkpoint
 
 NAME = "layer.weight"
@@ -129,6 +133,21 @@ def test_the_command_is_recorded_and_the_settings_are_those_of_the_budget(tmp_pa
     for name in names[:3]:
         step = float(codes[name + "_scale"])
         assert np.array_equal(codes_of(codes, name), np.rint(weights[name].double().numpy().ravel() / step))
+
+
+def test_rules_give_tensors_other_budgets(tmp_path: Path) -> None:
+    rules = tuple(map(parse_rule, ("*down_proj*=4.5", "*o_proj*=fp16", "*embed*=6", "*.0.*=keep")))
+    result = convert("demo", tmp_path / "out", ConvertOptions(budget_bits=3.0, rules=rules, verify="weights"))
+    assert result.verify.passed
+    assert verify_output(tmp_path / "out", VerifyOptions(against="demo", level="weights"), progress=Silent()).passed
+    bits = {t.name: 8 * t.bytes_out / math.prod(t.shape) for t in result.tensors if t.format == CODED.name}
+    wanted = {"down_proj": 4.5, "embed_tokens": 6, "q_proj": 3}
+    for name, size in bits.items():
+        assert size == pytest.approx(wanted.get(name.split(".")[-2], 3.0), rel=1e-3), name
+    assert {n.split(".")[-2] for n in bits} >= wanted.keys()
+    for options in ({"rules": rules}, {"budget_bits": 3.0, "rules": (parse_rule("*=14"),)}):
+        with pytest.raises(UsageError):
+            fill_options(ConvertOptions(**options))
 
 
 def test_error_feedback_keeps_outputs_in_the_same_bytes(tmp_path: Path) -> None:
