@@ -23,10 +23,10 @@ from tests.helpers.stores import offered
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
-    "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/multipoint.md",
-    "docs/methods/native.md", "docs/layouts.md", "docs/reference/layouts.md", "docs/first-ten-minutes.md",
-    "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md", "docs/verify.md",
-    "docs/methods/four-bits.md", "docs/llms.txt",
+    "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/entropy.md",
+    "docs/methods/multipoint.md", "docs/methods/native.md", "docs/layouts.md", "docs/reference/layouts.md",
+    "docs/first-ten-minutes.md", "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md",
+    "docs/verify.md", "docs/methods/four-bits.md", "docs/llms.txt",
     *(f"docs/skills/{name}/SKILL.md" for name in
       ("choose-a-format", "convert-and-gate", "fine-tune-with-twin", "judge-a-file")),
 ]  # fmt: skip
