@@ -18,6 +18,7 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
+    # The different numbers of some blocks, rounded to 16 bits, and how often each occurs.
+    Histogram = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 _BLOCKS_SUFFIX, _SHAPE_SUFFIX = "_blocks", "_shape"
 _BLOCK = 2**16  # integers that are coded together
@@ -161,7 +164,7 @@ class EntropyCoded(CodedForm):
         from lpconv.forms.blocks import as_float32
 
         stats = sum((each.stats for each in looked), BlockStats())
-        numbers, counts = _joined([each.more for each in looked])
+        histogram = _joined([each.more for each in looked])
 
         def coded_sizes(step: float) -> list[int]:
             def sizes(x: Tensor, start: int, work: Workspace) -> list[int]:
@@ -169,7 +172,7 @@ class EntropyCoded(CodedForm):
 
             return [size for block in over(sizes) for size in block]
 
-        step, sizes = _smallest_step(numbers, counts, stats.absmax, self.payload, coded_sizes)
+        step, sizes = _smallest_step(histogram, stats.absmax, self.payload, coded_sizes)
         return Measurement(stats=stats, side=self._side(step, sizes))
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
@@ -231,23 +234,18 @@ def _payload(shape: tuple[int, ...], bits: float) -> int:
     return math.floor(bits * math.prod(shape) / 8) - 4 - 4 * _num_blocks(shape)
 
 
-def _histogram(x: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The different numbers of a block, rounded to 16 bits, and how often each occurs."""
+def _histogram(x: Tensor) -> Histogram:
     import numpy as np
     import torch
 
     short = x if x.itemsize == 2 else x.bfloat16()
     counts = np.bincount(short.view(torch.int16).numpy().view(np.uint16), minlength=2**16)
     patterns = counts.nonzero()[0]
-    return torch.from_numpy(patterns.astype(np.uint16).view(np.int16)).view(short.dtype).float().numpy(), counts[
-        patterns
-    ]
+    numbers = torch.from_numpy(patterns.astype(np.uint16).view(np.int16)).view(short.dtype)
+    return numbers.float().numpy(), counts[patterns]
 
 
-def _joined(
-    histograms: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The histogram of all blocks."""
+def _joined(histograms: Sequence[Histogram]) -> Histogram:
     import numpy as np
 
     numbers, which = np.unique(np.concatenate([n for n, _ in histograms]), return_inverse=True)
@@ -285,11 +283,7 @@ def _index(step: float) -> int:
 
 
 def _smallest_step(
-    numbers: NDArray[np.float32],
-    counts: NDArray[np.int64],
-    absmax: float,
-    payload: int,
-    coded_sizes: Callable[[float], list[int]],
+    histogram: Histogram, absmax: float, payload: int, coded_sizes: Callable[[float], list[int]]
 ) -> tuple[float, list[int]]:
     """The smallest step whose coded size fits, and the sizes of its blocks.
 
@@ -299,13 +293,16 @@ def _smallest_step(
         return 1.0, coded_sizes(1.0)
     least, most = _index(absmax / _LARGEST), min(_index(4 * absmax), _LARGEST_STEP)  # which makes all numbers 0
     overhead, best = 1.0, (most + 1, [0])
+
+    def falling(index: int) -> float:
+        return -_entropy_bytes(histogram, _step(index))
+
     for _ in range(_TRIES):
-        fits = functools.partial(_is_within, payload / overhead, numbers, counts)
-        index = _first(fits, least, most)
+        index = least + bisect_left(range(least, most), -payload / overhead, key=falling)
         if index >= best[0]:
             break
         sizes = coded_sizes(_step(index))
-        overhead = sum(sizes) / max(_entropy_bytes(numbers, counts, _step(index)), 1.0)
+        overhead = sum(sizes) / max(-falling(index), 1.0)
         best = (index, sizes) if sum(sizes) <= payload else best
     while best[0] > most:  # the last one nearly fits
         index += 1
@@ -314,23 +311,11 @@ def _smallest_step(
     return _step(best[0]), best[1]
 
 
-def _is_within(room: float, numbers: NDArray[np.float32], counts: NDArray[np.int64], index: int) -> bool:
-    """Whether the entropy at step number `index` is at most `room` bytes."""
-    return _entropy_bytes(numbers, counts, _step(index)) <= room
-
-
-def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest of the numbers `low` to `high` that holds, if those after it do; `high` if none before it does."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
-def _entropy_bytes(numbers: NDArray[np.float32], counts: NDArray[np.int64], step: float) -> float:
+def _entropy_bytes(histogram: Histogram, step: float) -> float:
     """The entropy of the codes of all numbers, in bytes."""
     import numpy as np
 
+    numbers, counts = histogram
     codes = np.rint(numbers / np.float32(step))
     share = np.bincount((codes - codes.min()).astype(np.int64), weights=counts)
     share = share[share > 0] / share.sum()

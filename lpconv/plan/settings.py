@@ -80,9 +80,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
     fmt = CODED if is_coded else method.format(options.format, grain)
     _check_search(options, fmt, grain)
     residual = _residual(method, fmt.name, options.residual)
-    budget_bits, points_max = options.budget_bits, options.points_max
-    if not is_coded:
-        budget_bits, points_max = _budget(method, fmt, budget_bits, points_max)
+    budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
     for rule in options.rules:
         if rule.bits is not None:
@@ -323,6 +321,8 @@ def _budget(
     method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
 ) -> tuple[float | None, int | None]:
     """(bits per element, points per row) that multipoint may use; (None, None) for other methods."""
+    if fmt is CODED:
+        return budget_bits, None
     if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(
