@@ -5,11 +5,13 @@ parent cgroups), and the limits of the process (``ulimit -v`` and ``ulimit -d``)
 ``/proc`` and ``/sys``, which tests replace through `root`.
 """
 
+import ctypes
 import errno
 import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TextIO
 
@@ -18,6 +20,7 @@ from lpconv.errors import ResourceError, first_line
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page if there is no limit
 _KIB = 2**10
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 # Messages of allocators (Python, torch, the C library) and of the loader if memory for a library's code is missing.
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
          "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
@@ -88,6 +91,13 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
             return int(line.split()[1]) * _KIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * _KIB  # bytes on macOS, KiB elsewhere
+
+
+def share_one_heap() -> None:
+    """Let new threads allocate from one heap, so that memory freed by one serves the others. Only glibc has several."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def _free_memory(root: Path) -> int:

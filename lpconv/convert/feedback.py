@@ -32,6 +32,7 @@ from lpconv.forms.coded import bytes_on_grid, digest_of
 from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
 from lpconv.layouts.reader import StoredTensors
+from lpconv.machine import share_one_heap
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerRun, LayerWalk, Matrix, Product, matrices_of
 from lpconv.models.opening import model_errors
@@ -101,6 +102,7 @@ def _finished_layers(staging: Staging) -> list[_Layer]:
 def open_rounding(job: Job) -> Iterator["_Rounding"]:
     """The rounding of a job's layers, before the first one."""
     config, tokens, length = job_windows(job)
+    share_one_heap()  # each batch runs in a thread of its own
     with (
         closing(Workers(job.source, job.memory.workers)) as workers,
         model_errors("the model cannot be run layer by layer", hint=_HINT),
