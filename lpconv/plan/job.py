@@ -187,7 +187,7 @@ def identity(job: Job) -> dict[str, Any]:
     return {
         **({} if text is None else {"calibration text": sha256_of(text_at(text))}),
         "lpconv version": __version__,
-        "torch version": importlib.metadata.version("torch"),
+        **{f"{name} version": importlib.metadata.version(name) for name in ("torch", "pcodec")},
         "options": job.plan.fingerprint,
         "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],
         "source config": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),

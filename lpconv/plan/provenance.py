@@ -63,7 +63,7 @@ def inherited_facts(directory: Path, hub_id: str | None) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Versions of lpconv, Python and the libraries that process the weights."""
-    names = ("torch", "transformers", "safetensors", "numpy")
+    names = ("torch", "transformers", "safetensors", "numpy", "pcodec")
     return {
         "lpconv": __version__,
         "python": platform.python_version(),
