@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import CODED, FORMATS
 from lpconv.layouts import LAYOUTS
 from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.lookup import find
@@ -50,7 +50,8 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         if record.action == "convert":
             find("format", str(record.format), FORMATS, error=InputError)
     narrow = [r for r in recorded.tensors if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
-    if not narrow or not METHODS[options.method].has_granularity:
+    has_coded = any(r.format == CODED.name for r in recorded.tensors)
+    if not narrow or has_coded or not METHODS[options.method].has_granularity:
         stored = f"{options.method} in {provenance.get('format')}"
         raise UnsupportedError(
             f"`{name}` stores {stored}, but --recover trains codes of at most {FEEDBACK_BITS} bits with scales",

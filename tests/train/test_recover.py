@@ -21,7 +21,7 @@ from lpconv.forms.tiles import Tiles
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
@@ -243,6 +243,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"format": "fp16"}, "stores unit in fp16"),
     "collage": ({"method": "collage"}, "stores collage in bf16"),
     "multipoint": ({"method": "multipoint", "format": "int8"}, "stores multipoint"),
+    "bits": ({"budget_bits": 4.0, "rules": (FormatRule(pattern="*o_proj*", format="e4m3fn"),)}, "stores unit in int16"),
     "input scales": (
         {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo"},
         "stores input scales",
