@@ -100,6 +100,13 @@ def share_one_heap() -> None:
             ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
+def trim_heap() -> None:
+    """Give memory that the C library keeps for later allocations back to the system."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def _free_memory(root: Path) -> int:
     for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):

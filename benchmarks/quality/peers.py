@@ -171,9 +171,9 @@ def versions_of(python: Path, peer: str) -> dict[str, str]:
     return {p["name"]: p["version"] for p in json.loads(listed) if p["name"].lower() in wanted}
 
 
-def measured(command: Sequence[str | Path], log: Path) -> dict[str, Any]:
+def measured(command: Sequence[str | Path], log: Path, *, threads: int = 1) -> dict[str, Any]:
     """Processor seconds, wall seconds and peak memory of a command, or the reason why it failed."""
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     with log.open("wb") as file:
         words = [sys.executable, "-S", "-c", _WATCH, *map(str, command)]
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=file, env=settings, cwd=log.parent, check=False)

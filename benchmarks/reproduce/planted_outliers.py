@@ -36,7 +36,7 @@ def plant(model: nn.Module) -> None:
     for layer in model.get_submodule("model.layers").children():
         mlp, attention = layer.get_submodule("mlp"), layer.get_submodule("self_attn")
         _move(layer, "mlp.up_proj.weight", [mlp.get_parameter("down_proj.weight")], GATED)
-        readers = [attention.get_parameter(f"{name}_proj.weight") for name in "qkv"]
+        readers: list[Tensor] = [attention.get_parameter(f"{name}_proj.weight") for name in "qkv"]
         _move(layer, "input_layernorm.weight", readers, NORMED)
         readers = [mlp.get_parameter(f"{name}_proj.weight") for name in ("gate", "up")]
         _move(layer, "post_attention_layernorm.weight", readers, NORMED)

@@ -32,7 +32,7 @@ from lpconv.forms.coded import bytes_on_grid, digest_of
 from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
 from lpconv.layouts.reader import StoredTensors
-from lpconv.machine import share_one_heap
+from lpconv.machine import share_one_heap, trim_heap
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerRun, LayerWalk, Matrix, Product, matrices_of
 from lpconv.models.opening import model_errors
@@ -55,6 +55,7 @@ from lpconv.workers import SingleThreadedTorch, Workers
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
 _SLAB = 2**23  # most numbers of a weight that are rounded together, to bound memory; rows are independent
+_WIDE = 4096  # columns whose moments are large next to activations
 _SAMPLED = 2**20  # most numbers of a matrix, in evenly spaced rows, whose output errors are measured
 
 
@@ -364,6 +365,8 @@ class _Rounding:
             in_source = None if source is None else source.product(number, matrices)
             moment.add(product.x, None if in_source is None else in_source.x)
         assert moment is not None, matrices
+        if len(moment.hessian_CC) >= _WIDE:
+            trim_heap()
         try:
             return moment.factor()
         except ValueError as e:
