@@ -161,11 +161,10 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
         decoded = {}
         for pattern, pairs in input_dict.items():
             tensors = dict(pairs)
-            counts, blocks = (
+            scales, counts, blocks = (
                 {n.removesuffix(suffix): t for n, t in pairs if self.hf_quantizer.is_part(n, suffix)}
-                for suffix in (POINTS_SUFFIX, BLOCKS_SUFFIX)
+                for suffix in (SCALE_SUFFIX, POINTS_SUFFIX, BLOCKS_SUFFIX)
             )
-            scales = {n.removesuffix(SCALE_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_scale(n)}
             if missing := scales.keys() - tensors.keys():
                 raise ValueError(f"{sorted(missing)} have scales but no codes")
             for name in scales.keys() & counts.keys():
@@ -214,9 +213,6 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
             raise ValueError("lpconv cannot convert while loading; run `lpconv convert` first")
-
-    def is_scale(self, stored_name: str) -> bool:
-        return self.is_part(stored_name, SCALE_SUFFIX)
 
     def is_part(self, stored_name: str, suffix: str) -> bool:
         """Whether this is the side tensor of a weight with a suffix, which such checkpoints have."""
@@ -398,7 +394,8 @@ def decode_blocks(coded: Tensor, scale: Tensor, sizes: Tensor, shape: tuple[int,
         )
     codes, raw, at = torch.empty(math.prod(shape), dtype=torch.int16), coded.cpu().numpy(), 0
     for size, block in zip(sizes.tolist(), torch.split(codes, max(BLOCK // shape[-1], 1) * shape[-1]), strict=True):
-        pco.simple_decompress_into(raw[at : at + size].tobytes(), block.numpy())
+        if pco.simple_decompress_into(raw[at : at + size].tobytes(), block.numpy()).n_processed != len(block):
+            raise ValueError("a block of entropy-coded integers is damaged; download the checkpoint again")
         at += size
     return (codes.to(coded.device) * scale.to(coded.device)).view(shape)
 
