@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from lpconv.cli.main import run
+from lpconv.cli.main import app
 from lpconv.convert import gptq
 
 
@@ -40,4 +40,4 @@ QRONOS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     if sys.argv[1] in QRONOS:
         QRONOS[sys.argv.pop(1)]()
-    run()
+    app()
