@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command
 from lpconv.errors import UsageError
+from lpconv.formats.spec import CODED
 from lpconv.layouts import SCHEMES
 from lpconv.options import Option
 from lpconv.plan.options import ConvertOptions
@@ -48,7 +49,7 @@ def convert(
 
       lpconv convert ./llama --method collage --residual exact16
 
-      lpconv convert ./llama --method multipoint --element int4 --budget-bits 4.5
+      lpconv convert ./llama --bits 3.7
 
       lpconv convert gpt2 --dry-run
     """
@@ -67,7 +68,8 @@ def convert(
     filled = fill_options(options)  # raises its errors before a model is opened
     if output is None and options.scheme is None:
         filled, _ = suited_options(options, open_readable(model, revision=options.revision))
-    words = [options.scheme] if options.scheme else [filled.method, filled.format]
+    content = f"{filled.budget_bits:g} bits" if filled.format == CODED.name else filled.format
+    words = [options.scheme] if options.scheme else [filled.method, content]
     target = output or str(output_of(output, model, *words))
     if dry_run:
         with progress_for(quiet=quiet or not measure) as progress:

@@ -87,7 +87,7 @@ def test_what_cannot_be_parsed_is_json_under_json(args: tuple[str, ...], words: 
         ("convert demo --overwrite", "--force"),
         ("finetune demo --epochs 1", "updates"),
         ("convert demo --quantize", "--scheme"),
-        ("convert demo --bits 4", "int4"),
+        ("finetune demo --bits 4", "--recipe"),
         ("convert demo --q-bits 4", "int4"),
         ("convert demo --w_bit=4", "int4"),
         ("convert demo --group-size 64", "group:64"),
