@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import demo_checkpoint
+from lpconv.data import demo_checkpoint, demo_text
 
 
 def package_folder(name: str) -> Path:
@@ -56,8 +56,30 @@ def qwen3(target: Path) -> Path:
     return target
 
 
+def experts(target: Path) -> Path:
+    """A Qwen3-MoE of 2.6 M parameters trained here on plays: 16 experts in each of four layers, two of them active."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from benchmarks.reproduce.train_demo import END_ID, VOCAB_SIZE, Options, byte_tokenizer, train
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=128, moe_intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=16, num_experts_per_tok=2, norm_topk_prob=True,
+        output_router_logits=True, router_aux_loss_coef=0.01, tie_word_embeddings=True, eos_token_id=END_ID,
+    )  # fmt: skip
+    model, tokenizer = Qwen3MoeForCausalLM(config), byte_tokenizer()
+    ids = torch.tensor(tokenizer(demo_text("train").read_text(encoding="ascii"))["input_ids"])
+    train(model, ids, Options(steps=600, learning_rate=3e-3))
+    for part in (model, tokenizer):
+        part.save_pretrained(target)
+    return target
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "demo": lambda target: demo_checkpoint(), "minilm": minilm, "smollm2": smollm2, "gemma3": gemma3, "qwen3": qwen3,
+    "experts": experts,
 }  # fmt: skip
 
 

@@ -37,10 +37,11 @@ from benchmarks import common
 from benchmarks.models import model_folder
 from benchmarks.quality.feedback import GPTAQ, GPTQ, SEARCH
 from benchmarks.quality.held_out import LENGTH, WINDOWS, compare, outputs_of, texts, windows_of
-from benchmarks.quality.variants import QRONOS
+from benchmarks.quality.variants import EXPERTS, QRONOS
 from lpconv.data import demo_text
 
 TOKENS, SEEDS, MODELS = 8192, (0, 1, 2), ("demo", "smollm2", "gemma3")
+NAMES = (*MODELS, "experts")
 _LARGE = 2**17  # vocabularies of this size are measured on half of the windows
 _INT4 = "--format int4 --layout compressed-tensors --granularity group"
 LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a package's element, group size
@@ -53,8 +54,9 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a pack
 VARIANTS = {  # run only if named by --rounding
     **{f"{name}, search": f"{GPTAQ} {SEARCH}" for name in QRONOS},
     **{
-        f"gptaq, search, {tokens} tokens": f"{GPTAQ} {SEARCH} --calibration-tokens {tokens}"
-        for tokens in (2048, 8192, 32768)
+        f"{name}, search, {tokens} tokens": f"{options} {SEARCH} --calibration-tokens {tokens}"
+        for name, options in {"gptaq": GPTAQ, "gptq": GPTQ, **dict.fromkeys(EXPERTS, GPTQ)}.items()
+        for tokens in (256, 2048, 8192, 32768)
     },
 }
 OURS = {
@@ -200,7 +202,7 @@ def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> 
         if row["seed"] is not None:
             words += ["--calibrate", "demo", "--calibration-seed", str(row["seed"])]
         variant, file = row["rounding"].partition(", search")[0], str(Path(__file__).with_name("variants.py"))
-        program = [sys.executable, *([file, variant] if variant in QRONOS else ["-m", "lpconv"])]
+        program = [sys.executable, *([file, variant] if variant in QRONOS | EXPERTS else ["-m", "lpconv"])]
         if not row["rounding"].endswith("recover"):
             return [*program, "convert", model, *words, "-o", output]
         first = output.with_name(f"{output.name}-start")
@@ -258,7 +260,7 @@ def table(result: dict[str, Any]) -> str:
     parts = []
     for layout in LAYOUTS:
         rows = [r for r in result["rows"] if r["layout"] == layout and "failed" not in r]
-        columns = [(m, text) for m in MODELS if any(r["model"] == m for r in rows) for text in ("plays", "python")]
+        columns = [(m, text) for m in NAMES if any(r["model"] == m for r in rows) for text in ("plays", "python")]
         lines = []
         for rounding in [*OURS, *THEIRS] if columns else ():
             cells = [_cell(rows, model, rounding, text) for model, text in columns]
@@ -296,7 +298,7 @@ def _cell(rows: Sequence[dict[str, Any]], model: str, rounding: str, text: str) 
 
 def main() -> None:
     parser = common.parser(__doc__, work="where environments, models and outputs are kept", needs_out=True)
-    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=NAMES)
     parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     usual = [name for name in (*OURS, *THEIRS) if name not in VARIANTS]
     parser.add_argument("--rounding", nargs="+", default=usual, choices=[*OURS, *THEIRS])

@@ -1,13 +1,19 @@
 """`lpconv` with a variant of error feedback that it does not have, for `peers.py`: `variants.py NAME convert ...`."""
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from threading import get_ident
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lpconv.cli.main import app
 from lpconv.convert import gptq
+from lpconv.models.layer_walk import LayerRun, Matrix, Product
 
 
 def qronos(share: float, damping: float | None = gptq.DAMPING) -> None:
@@ -32,12 +38,40 @@ def qronos(share: float, damping: float | None = gptq.DAMPING) -> None:
     gptq.AIM, gptq.Moment.factor = share, factor  # type: ignore[method-assign]
 
 
+def all_tokens(weight: float) -> None:
+    """Moments of experts from all tokens, of which those that are not routed to an expert count by `weight`.
+
+    With a weight of 1 this is llm-compressor's `moe_calibrate_all_experts`. Outputs of the model stay the same.
+    """
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as model
+
+    route, products = model.Qwen3MoeTopKRouter.forward, LayerRun.products
+    factors_NE: dict[int | None, Tensor] = {}  # of inputs, by the thread of a batch
+
+    def forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, scores, indices = route(router, hidden_states)
+        scores_NE = torch.zeros_like(logits).scatter(1, indices, scores)
+        factors_NE[get_ident()] = (scores_NE > 0).float().clamp(min=weight**0.5)
+        return logits, scores_NE, torch.arange(router.num_experts).expand_as(logits)
+
+    def weighted_products(self: LayerRun, matrices: tuple[Matrix, ...]) -> Iterator[tuple[int, Product]]:
+        for number, product in products(self, matrices):
+            if matrices[0].is_expert:
+                expert = int(re.findall(r"\.(\d+)\.", matrices[0].name)[-1])
+                product = replace(product, x=product.x * factors_NE[self._runs[number]._thread.ident][:, [expert]])
+            yield number, product
+
+    model.Qwen3MoeTopKRouter.forward = forward
+    LayerRun.products = weighted_products  # type: ignore[method-assign]
+
+
 QRONOS: dict[str, Callable[[], None]] = {
     "qronos": partial(qronos, 1, None),
     **{f"qronos, {share:g} of the step": partial(qronos, share) for share in (1, 0.5, 0.25)},
 }
+EXPERTS = {"all tokens": partial(all_tokens, 1), "all tokens by 0.1": partial(all_tokens, 0.1)}
 
 if __name__ == "__main__":
-    if sys.argv[1] in QRONOS:
-        QRONOS[sys.argv.pop(1)]()
+    if sys.argv[1] in QRONOS | EXPERTS:
+        (QRONOS | EXPERTS)[sys.argv.pop(1)]()
     app()
