@@ -18,12 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Semaphore, Thread
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lpconv.errors import UnsupportedError
 from lpconv.layers import block_lists
@@ -38,31 +37,18 @@ _INDEX = re.compile(r"\.\d+(?=\.)")  # number of a layer, or of an expert in it
 _HINT = "its weights can be rounded to nearest only: --rounding nearest"
 _GLANCE = 16  # tokens that show which layers a text reaches
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer, without the state
-_Others: TypeAlias = tuple[Any, ...] | None  # results of a layer after the state; None if it returns the state alone
-
-
-class _Call(NamedTuple):
-    """A call of a layer in a model, where it returns `output`, its input, and the `others` of its stack."""
-
-    layer: nn.Module
-    state: Tensor
-    arguments: _Arguments
-    output: Tensor
-    others: _Others
 
 
 @dataclass(kw_only=True, eq=False)
 class Batch:
-    """Windows that run together: the hidden state before the next layer, and the other arguments of the next layers.
+    """Windows that run together: the state before the next layer, and other arguments of it and of later layers.
 
-    The model may have passed `others` on to later layers. `results` are those of the stacks that are done: each layer
-    has the result of the last one.
+    These are layers of one stack. `results` are those of the last layers of earlier stacks.
     """
 
     ids_NL: Tensor
-    state: Tensor
-    arguments: dict[int, _Arguments] = field(default_factory=dict)
-    others: _Others = None
+    state: Tensor = field(init=False)
+    arguments: dict[nn.Module, _Arguments] = field(init=False)
     results: dict[nn.Module, Any] = field(default_factory=dict)
 
 
@@ -76,17 +62,15 @@ class LayerWalk:
 
     def __init__(self, model: Any, windows_NL: Tensor, *, at_once: int) -> None:
         self._model = model
-        self._known: dict[nn.Module, _Others] = {}
-        glance = Batch(ids_NL=windows_NL[:1, :_GLANCE], state=windows_NL)
-        stacks = self._recorded(glance, [layer for layers in block_lists(model) for layer in layers])
-        firsts = [calls[0] for calls in stacks]
-        self._known = {c.layer: c.others for c in firsts if not any(isinstance(x, Tensor) for x in c.others or ())}
-        self._stacks = [[call.layer for call in calls] for calls in stacks]  # from the one that has begun on
-        self.layers = [layer for stack in self._stacks for layer in stack]
-        if len({*self.layers}) != len(self.layers) or not self.layers:
-            raise UnsupportedError(f"`{type(model).__name__}` does not run its layers once each", hint=_HINT)
-        self.batches = tuple(Batch(ids_NL=ids_NL, state=ids_NL) for ids_NL in torch.split(windows_NL, at_once))
-        self._begin(0)
+        self._others: dict[nn.Module, tuple[Any, ...] | None] = {}  # results after the state, if they have no tensors
+        self.layers = [layer for layers in block_lists(model) for layer in layers]
+        stacks = [[*layers] for _, layers in self._recorded(Batch(ids_NL=windows_NL[:1, :_GLANCE]))]
+        self._lasts = [stack[-1] for stack in stacks]  # of the stack that has begun, and of later ones
+        self.layers = [layer for stack in stacks for layer in stack]
+        if not self.layers:
+            raise UnsupportedError(f"`{type(model).__name__}` has no list of layers that text reaches", hint=_HINT)
+        self.batches = tuple(Batch(ids_NL=ids_NL) for ids_NL in torch.split(windows_NL, at_once))
+        self._begin()
 
     @classmethod
     def from_files(cls, checkpoint: Checkpoint, stored: StoredTensors, windows_NL: Tensor, *, at_once: int) -> Self:
@@ -102,7 +86,7 @@ class LayerWalk:
 
     def run(self, index: int, batch: Batch) -> Any:
         """The result of layer `index`, the next one, on a batch: the new state, or a tuple that begins with it."""
-        args, kwargs = batch.arguments[index]
+        args, kwargs = batch.arguments[self.layers[index]]
         with torch.no_grad():
             return self.layers[index](batch.state, *args, **kwargs)
 
@@ -119,76 +103,75 @@ class LayerWalk:
 
     def leave(self, index: int, results: Iterable[Any]) -> None:
         """Keep the results of layer `index` on all batches as the states before the next layer."""
-        stack = self._stacks[0]
-        is_last = self.layers[index] is stack[-1]
+        layer = self.layers[index]
         for batch, result in zip(self.batches, results, strict=True):
-            del batch.arguments[index]  # masks and positions that no later layer needs
-            batch.state, others = _split(result)
-            if is_last:
-                batch.results |= dict.fromkeys(stack, result)
-            else:  # others, such as T5's bias of positions, may be arguments of the next layer
-                batch.arguments[index + 1] = _exchanged(batch.arguments[index + 1], batch.others, others)
-        if is_last and len(self._stacks) > 1:
-            del self._stacks[0]
-            self._begin(index + 1)
+            del batch.arguments[layer]  # masks and positions that no later layer needs
+            batch.state = result[0] if isinstance(result, tuple) else result
+            if layer is self._lasts[0]:
+                batch.results[layer] = result
+        if layer is self._lasts[0] and len(self._lasts) > 1:
+            del self._lasts[0]
+            self._begin()
 
-    def _begin(self, index: int) -> None:
-        """Set the states before the next stack, which begins with layer `index`, and the arguments of its layers."""
+    def _begin(self) -> None:
         for batch in self.batches:
-            (calls,) = self._recorded(batch, self._stacks[0], last=self._stacks[0][-1])
-            batch.state, batch.others = calls[0].state, calls[0].others
-            batch.arguments = {index + i: call.arguments for i, call in enumerate(calls)}
+            *_, (batch.state, batch.arguments) = self._recorded(batch, last=self._lasts[0])
 
-    def _recorded(self, batch: Batch, layers: list[nn.Module], *, last: nn.Module | None = None) -> list[list[_Call]]:
-        """The calls of `layers` while the model reads a batch, by stack. They return their input, and finished layers
-        their results. The model stops at layer `last`.
+    def _recorded(
+        self, batch: Batch, last: nn.Module | None = None
+    ) -> list[tuple[Tensor, dict[nn.Module, _Arguments]]]:
+        """The stacks in which the model calls layers while it reads a batch, until it comes to `last`.
+
+        The last layers of earlier stacks return their results. Others return their input, as another tensor that shows
+        where it goes. A layer that makes tensors for later layers, such as T5's bias of positions, is the last one.
         """
-        stacks: list[list[_Call]] = []
+        stacks: list[tuple[Tensor, dict[nn.Module, _Arguments]]] = []
+        output: Any = None
+        others: tuple[Any, ...] | None = None
 
         def note(
             layer: nn.Module, forward: Any, state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any
         ) -> Any:
-            if layer in batch.results:
-                return batch.results[layer]
+            nonlocal output, others
             state = hidden_states if state is None else state
-            if stacks and state is stacks[-1][-1].output:
-                others = stacks[-1][0].others
-            else:
-                stacks.append([])
-                is_known = layer in self._known
-                others = self._known[layer] if is_known else _split(forward(state, *args, **kwargs))[1]
-            stacks[-1].append(_Call(layer, state, (args, kwargs), state.detach(), others))
+            if any(layer in arguments for _, arguments in stacks):
+                name = type(self._model).__name__
+                raise UnsupportedError(f"`{name}` does not run its layers once each", hint=_HINT)
+            if output is None or state is not output:
+                stacks.append((state, {}))
+                others = self._others_of(layer, forward, state, *args, **kwargs)
+            stacks[-1][1][layer] = args, kwargs
             if layer is last:
                 raise _AllRecorded
-            output = stacks[-1][-1].output
-            return output if others is None else (output, *others)
+            given = {id(x) for x in (*args, *kwargs.values())}
+            is_last = any(isinstance(x, Tensor) and id(x) not in given for x in others or ())
+            passed = state.detach()
+            output = None if is_last else passed
+            return batch.results.get(layer, passed if others is None else (passed, *others))
 
-        replaced = [*batch.results, *layers]
         try:
-            for layer in replaced:
+            for layer in self.layers:
                 layer.forward = partial(note, layer, layer.forward)  # of this object only
             with torch.no_grad(), suppress(_AllRecorded):
                 read_windows(self._model, batch.ids_NL)
         finally:
-            for layer in replaced:
+            for layer in self.layers:
                 layer.__dict__.pop("forward", None)
         return stacks
+
+    def _others_of(self, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+        """The results of a layer after the state; None if it returns no tuple."""
+        if layer not in self._others:
+            result = forward(*args, **kwargs)
+            others = tuple(result[1:]) if isinstance(result, tuple) else None
+            if any(isinstance(x, Tensor) for x in others or ()):
+                return others
+            self._others[layer] = others
+        return self._others[layer]
 
 
 class _AllRecorded(Exception):
     """Stops a model whose remaining layers are not asked for."""
-
-
-def _split(result: Any) -> tuple[Tensor, _Others]:
-    """The state in a layer's result, and the other results."""
-    return (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
-
-
-def _exchanged(arguments: _Arguments, old: _Others, new: _Others) -> _Arguments:
-    """Arguments with `new` other results of a layer in place of `old` ones."""
-    table = {id(x): y for x, y in zip(old or (), new or (), strict=True)}
-    exchanged: _Arguments = tree_map_only(Tensor, lambda x: table.get(id(x), x), arguments)
-    return exchanged
 
 
 @dataclass(frozen=True, kw_only=True)
