@@ -12,7 +12,6 @@ product is wanted.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from lpconv.models.load import load_from_files, without_cache
 from lpconv.models.tasks import architecture
 from lpconv.storage.checkpoint import Checkpoint
 
-_INDEX = re.compile(r"\.\d+(?=\.)")  # number of a layer, or of an expert in it
 _HINT = "its weights can be rounded to nearest only: --rounding nearest"
 _GLANCE = 16  # tokens that show which layers a text reaches
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer, without the state
@@ -184,7 +182,7 @@ class Matrix:
 
     @property
     def is_expert(self) -> bool:
-        return self.count > 1 or len(_INDEX.findall(self.name)) > 1
+        return self.count > 1 or ".experts." in self.name
 
 
 def matrices_of(layer: nn.Module) -> Iterator[Matrix]:
