@@ -188,6 +188,8 @@ def _check_reads_text(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     if options.calibrate is not None:
         reads_pairs = options.calibrate != SELF and options.kv_cache is None
         hint = "leave --calibrate out, with --rounding nearest and without static scales"
+        if checkpoint.config.get("is_encoder_decoder") and not reads_pairs:
+            hint = "pass a text with --calibrate FILE, without --kv-cache"
         check_reads_text(checkpoint.config, hint=hint, allow_pairs=reads_pairs)
         check_tokenizer(checkpoint.directory)
 

@@ -278,11 +278,11 @@ def check_seq_len(wanted: int | None, limit: int | None) -> None:
 def check_reads_text(config: Mapping[str, Any], *, hint: str, allow_pairs: bool = False) -> None:
     """Raise UnsupportedError if config.json shows that the model does not read token ids alone, or maybe pairs."""
     name = str((config.get("architectures") or ["the model"])[0])
-    if config.get("is_encoder_decoder") and not allow_pairs:
-        raise UnsupportedError(f"`{name}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
     is_image = "image_size" in config and "vocab_size" not in config
     if (is_image or config.keys() & _OF_SOUND) and "text_config" not in config:
         raise UnsupportedError(f"`{name}` does not read text", hint=hint)
+    if config.get("is_encoder_decoder") and not allow_pairs:
+        raise UnsupportedError(f"`{name}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
 
 
 @functools.cache
