@@ -68,9 +68,8 @@ def run(model: Path, rounding: str, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", nargs="+", default=[*SHAPES, "smollm2", "gemma3"])
     parser.add_argument("--rounding", nargs="+", default=["gptq", "gptaq"])
     parser.add_argument("--layers", type=int, default=2)
