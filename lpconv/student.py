@@ -55,14 +55,14 @@ def _errors_to_detect(count: int) -> float:
     return t_quantile(freedom) + t_quantile(freedom, confidence=0.6)
 
 
-def with_plan(estimate: GapEstimate, wanted: float) -> GapEstimate:
+def with_plan(estimate: GapEstimate | None, wanted: float) -> GapEstimate | None:
     """The estimate with the number of pairs that would show a `wanted` difference, if they vary as its pairs do.
 
-    The number is None if the pairs say nothing about it: a single one, or no difference in any.
+    Unchanged if these say nothing about it: a single pair, or no difference in any.
     """
+    if estimate is None or not estimate.deviation:
+        return estimate
     deviation, count = estimate.deviation, _MOST
-    if not deviation:
-        return replace(estimate, wanted=wanted)
     for _ in range(5):  # the quantiles depend little on the count
         count = max(math.ceil((_errors_to_detect(count) * deviation / wanted) ** 2), 2)
     return replace(estimate, wanted=wanted, num_needed=count)

@@ -57,7 +57,9 @@ def test_a_planned_number_of_pairs_shows_the_difference_in_80_per_cent_of_cases(
     """Normal differences, 0.15 of their deviation from 0: 0.8 ± 3 standard errors over 2,000 samples."""
     draws = torch.Generator().manual_seed(0)
     pilot = estimate_mean((torch.randn(100_000, generator=draws, dtype=torch.float64) * 2).tolist())
-    count = with_plan(pilot, 0.3).num_needed
+    planned = with_plan(pilot, 0.3)
+    assert planned is not None
+    count = planned.num_needed
     assert count is not None
     samples = 0.3 + 2 * torch.randn(2000, count, generator=draws, dtype=torch.float64)
     shown = sum(estimate_mean(sample.tolist()).low > 0 for sample in samples)

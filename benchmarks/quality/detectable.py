@@ -53,7 +53,7 @@ def checked(population: Tensor, estimate: Callable[[Tensor], GapEstimate], draws
         return [estimate(population[row]) for row in chosen]
 
     pilots = samples(_PAIRS)
-    planned = sorted(n for p in pilots if (n := with_plan(p, abs(truth)).num_needed) is not None)
+    planned = sorted(n for p in pilots if (e := with_plan(p, abs(truth))) and (n := e.num_needed))
     low, high = 2, 4 * planned[len(planned) // 2]
     while high - low > max(low // 50, 1):  # the power rises with the number
         middle = (low + high) // 2

@@ -44,7 +44,7 @@ from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
 from lpconv.results import GapEstimate, LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.student import estimate_mean, with_plan
+from lpconv.student import estimate_mean
 from lpconv.summed import Summed, joined
 
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
@@ -223,18 +223,10 @@ class _TokenSums(Summed):
 
 
 def compare_on_text(
-    model: Openable,
-    reference: Openable,
-    data: Path,
-    *,
-    seq_len: int | None,
-    max_tokens: int,
-    progress: Progress,
-    detect: float | None = None,
+    model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
 ) -> tuple[LogitsCheck, Mapping[str, tuple[float | None, float]]]:
     """Compare the models of two checkpoints on a text, in windows of `seq_len` tokens, `max_tokens` at most.
 
-    `detect` is a rise of the loss for which the record says how many windows show it.
     Also returns the SQNR of inputs and outputs of the layers with a quantised weight, by its name. The tokenizer is the
     reference's, if it has one. Raises InputError if neither has one, UnsupportedError for models without a head over
     tokens, ResourceError if memory cannot hold the activations of one window.
@@ -266,7 +258,7 @@ def compare_on_text(
         check = replace(
             _check_of(total),
             reverse_kl=total.back / total.num,
-            loss_gap=_loss_gap(total.rises, length - 1, detect),
+            loss_gap=_loss_gap(total.rises, length - 1),
             model_class=type(converted).__name__,
             inputs="; ".join((words, *tokens.doubts)),
             is_text=True,
@@ -275,12 +267,11 @@ def compare_on_text(
         return check, layers.sqnrs_db
 
 
-def _loss_gap(rises: Sequence[float], num_next: int, wanted: float | None) -> GapEstimate | None:
+def _loss_gap(rises: Sequence[float], num_next: int) -> GapEstimate | None:
     """The rise of the loss over windows of `num_next` predicted tokens each, which depend on each other."""
     if not rises:
         return None
-    estimate = estimate_mean(torch.tensor(rises, dtype=torch.float64).view(-1, num_next).mean(1).tolist())
-    return estimate if wanted is None else with_plan(estimate, wanted)
+    return estimate_mean(torch.tensor(rises, dtype=torch.float64).view(-1, num_next).mean(1).tolist())
 
 
 class _Layers:

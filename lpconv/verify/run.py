@@ -29,9 +29,10 @@ from lpconv.storage.place import read_small, sha256_of
 from lpconv.storage.resolve import directory_of
 from lpconv.storage.source import open_source
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
+from lpconv.student import with_plan
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
-from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks, with_plans
+from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
 
 @with_keywords(VerifyOptions)
@@ -75,13 +76,24 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if options.tasks:
         assert options.against is not None
         answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
-        result = dataclasses.replace(result, tasks=with_plans(answers, options.detect))
+        result = dataclasses.replace(result, tasks=answers)
+    if options.detect is not None:
+        result = _with_plans(result, options.detect)
     if options.data is None and not options.tasks:
         return _strict(result, options)
     if quantization_method(Checkpoint.open(directory).config) == MODELOPT.name:
         warning = "inputs were not rounded, although readers of ModelOpt's checkpoints may round them"
         result = dataclasses.replace(result, warnings=(*result.warnings, warning))
     return _strict(with_gates(result, gates), options)
+
+
+def _with_plans(result: VerifyResult, wanted: float) -> VerifyResult:
+    """The result with the numbers of questions and windows that would show a `wanted` difference."""
+    tasks = tuple(dataclasses.replace(t, drop=with_plan(t.drop, wanted)) for t in result.tasks)
+    logits = result.logits
+    if logits is not None:
+        logits = dataclasses.replace(logits, loss_gap=with_plan(logits.loss_gap, wanted))
+    return dataclasses.replace(result, tasks=tasks, logits=logits)
 
 
 def _strict(result: VerifyResult, options: VerifyOptions) -> VerifyResult:
@@ -196,13 +208,7 @@ def _with_text(
 
     assert options.data is not None  # a comparison of weights alone does not come here
     logits, layers = compare_on_text(
-        directory,
-        reference,
-        options.data,
-        seq_len=options.seq_len,
-        max_tokens=options.max_tokens,
-        progress=progress,
-        detect=options.detect,
+        directory, reference, options.data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
     tensors = tuple(

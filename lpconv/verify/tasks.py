@@ -21,7 +21,7 @@ from lpconv.lookup import find, nearest
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.results import TaskCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.student import estimate_mean, estimate_share, with_plan
+from lpconv.student import estimate_mean, estimate_share
 from lpconv.verify.options import VerifyOptions
 
 _SEED = 1234  # of the examples in prompts; lm-eval's default
@@ -182,13 +182,6 @@ def _compare_scores(
         return replace(check, drop=estimate_mean(losses))
     lost, won = losses.count(1), losses.count(-1)
     return replace(check, drop=estimate_share(lost, won, len(losses)), num_lost=lost, num_won=won)
-
-
-def with_plans(checks: tuple[TaskCheck, ...], wanted: float | None) -> tuple[TaskCheck, ...]:
-    """The checks with the numbers of questions that would show a drop of `wanted`, unless it is None."""
-    if wanted is None:
-        return checks
-    return tuple(replace(c, drop=with_plan(c.drop, wanted)) if c.drop else c for c in checks)
 
 
 def _is_mean(score: float, values: Sequence[Any]) -> bool:
