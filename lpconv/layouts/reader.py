@@ -62,8 +62,10 @@ class StoredTensors:
     """The tensors of a checkpoint under their own names, with the form of each in `forms`.
 
     `residuals` come from `read_residual`, or from `find_residual` if they have just been written. `is_ours`: lpconv
-    wrote the checkpoint, or at least its layout is lpconv's.
+    wrote the checkpoint, or at least its layout is lpconv's. `warnings` are those of `inspect` about other scales.
     """
+
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, checkpoint: Checkpoint, residuals: Residuals | None) -> None:
         self.checkpoint = checkpoint
@@ -106,7 +108,9 @@ class StoredTensors:
                 from lpconv.layouts.scale_defects import from_scales  # imports torch (seconds)
 
                 headers = stored._headers
-                _refuse(from_scales(stored.forms, stored._root, headers.quantization, is_ours=False), headers)
+                findings = from_scales(stored.forms, stored._root, headers.quantization, is_ours=False)
+                _refuse(findings, headers)
+                stored.warnings = findings.warnings if findings else ()
         except BaseException:
             stored.close()
             raise

@@ -59,6 +59,7 @@ _ROUNDINGS = {
     "feedback": "error feedback (GPTQ)",
     "unknown": "no known way of rounding",
 }
+_SCALES = {"amax": "the largest weight of each group", "search": "a search", "unknown": "no known rule"}
 _NO_TEXT = "which say nothing about quality, because they are no text"
 
 
@@ -356,9 +357,11 @@ def _codes_words(checks: Sequence[RoundingCheck]) -> str:
         ends = " to ".join(dict.fromkeys(percent(x) for x in (min(shares), max(shares))))
         turned = "" if kind == "nearest" else f" ({ends} of codes are not the nearest)"
         parts.append(f"{count_text(num)} with {_ROUNDINGS[kind]}{turned}")
+    rules = Counter(_SCALES[c.scales] for c in checks if c.scales).most_common()
+    scales = "; scales for " * bool(rules) + name_list([f"{count_text(num)} with {rule}" for rule, num in rules])
     odd = sum(bool(c.unusual) for c in checks)
     unlike = f"; {plural(odd, 'weight')} unlike {'its' if odd == 1 else 'their'} siblings" if odd else ""
-    return f"of {plural(len(checks), 'weight')}, codes are consistent for {name_list(parts)}{unlike}"
+    return f"of {plural(len(checks), 'weight')}, codes are consistent for {name_list(parts)}{scales}{unlike}"
 
 
 def _codes_section(tensors: Sequence[ComparedTensor]) -> Section | None:

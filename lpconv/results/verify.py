@@ -157,18 +157,22 @@ class RoundingCheck:
     """How the codes of a weight were rounded, given the scales of the file.
 
     Of the codes, `num_second` are the second neighbours of their weight in the source and `num_further` are further
-    away. This is what `kind` of rounding leaves: "nearest", "tuned", "feedback" or "unknown". `least_column` is the
-    smallest share of these codes in a column, `place` says where they cluster, and `unusual` how the weight differs
-    from its siblings.
+    away; `num_far` groups of 32 are on average more than a step away. This is what `kind` of rounding leaves:
+    "nearest", "tuned", "feedback" or "unknown". `least_column` is the smallest share of these codes in a column,
+    `place` says where they cluster, and `unusual` how the weight differs from its siblings. `scales` is what the
+    scales are consistent with: "amax" (the largest weight of each group), "search" or "unknown"; "" if they were not
+    judged.
     """
 
     num_codes: int
     num_second: int
     num_further: int
+    num_far: int = 0
     kind: str
     least_column: float = 0.0
     place: str = ""
     unusual: str = ""
+    scales: str = ""
 
     @property
     def turned(self) -> float:

@@ -34,12 +34,12 @@ from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.staging import is_trained
 from lpconv.summed import Summed, joined
-from lpconv.verify.roundings import check_rounding, unusual
+from lpconv.verify.roundings import GROUP, check_rounding, explains_factors, unusual
 
 # Range of group factors that rounding to 4 bits or more can cause: a largest weight of nearly 8 may be clipped to 6
 # (0.75).
 _LOW, _HIGH = 0.6, 1.6
-_GROUP, _FAINT = 32, 1e-3  # elements of a row; groups with less than this share of the mean energy are skipped
+_FAINT = 1e-3  # groups with less than this share of the mean energy are skipped
 _NARROWEST = 4  # bits from which those factors hold
 # Share of the noise that may be a common shift, for codes up to this many bits in weights of at least so many elements.
 _ONE_SIDED, _WIDEST, _FEW = 0.1, 8, 1024
@@ -149,6 +149,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
         warnings=(
             *(() if is_tuned else lost_signals([r for r in records if not r.problem])),
+            *ours.warnings,
             *(f"`{name}` was rounded unlike its siblings: {why}" for name, why in odd.items()),
         ),
         tensors=tuple(records),
@@ -186,7 +187,7 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     lost = int((known != torch.isfinite(y)).sum())
     x, y = torch.where(known, x, 0.0), torch.where(known, y, 0.0).nan_to_num(0.0, 0.0, 0.0)
     error = (y - x).double()
-    groups = [torch.nn.functional.pad(z, (0, -z.shape[1] % _GROUP)).view(-1, _GROUP) for z in (x, y)]
+    groups = [torch.nn.functional.pad(z, (0, -z.shape[1] % GROUP)).view(-1, GROUP) for z in (x, y)]
     energy, shared = (groups[0] * groups[0]).sum(1), (groups[0] * groups[1]).sum(1)
     is_compared = energy > _FAINT * energy.mean()
     factor = shared[is_compared] / energy[is_compared]
@@ -219,11 +220,9 @@ def _problem(ours: Stored, theirs: Stored, sums: _WeightSums, check: RoundingChe
         problems.append(f"{noise:.1f} dB, but {bits} bits should give at least {least:g}: {why}")
     if has_codes and sums.one_sided > _ONE_SIDED > sums.off_centre and bits <= _WIDEST and sums.num >= _FEW:
         problems.append(f"{sums.one_sided:.0%} of the noise is a constant shift, so zero points are wrong")
-    # Next to an outlier, weights of a group may all be rounded to zero.
-    is_nearest = check is not None and check.turned == 0
-    if sums.off and bits >= _NARROWEST and not is_nearest:
+    if sums.off and bits >= _NARROWEST and not (check and explains_factors(check)):
         problems.append(
-            f"{sums.off} of {sums.groups} groups of {_GROUP} are off by a factor that rounding cannot explain"
+            f"{sums.off} of {sums.groups} groups of {GROUP} are off by a factor that rounding cannot explain"
         )
     return "; ".join(problems) or None
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lpconv.forms import grid_of
 from lpconv.forms.facts import block_ranges
@@ -26,9 +27,14 @@ from lpconv.report.numbers import share_text
 from lpconv.results import RoundingCheck
 from lpconv.storage.source import Source, read_range
 
+GROUP = 32  # elements of a row whose factor, and distance from the source, are judged together
 _TIE = 2.0**-7  # relative: three roundings to bf16
 _FEW = 1e-4  # share of turned codes that counts as none
+_RARE = 0.02  # share of groups that may be unlike the others, such as those with very small weights
+# Ratio of the parts of the range that groups may need if scales follow from the largest weights, by dtype of scales.
+_SPREAD, _SPREAD_FLOAT, _SEARCHED = {"F8_E4M3": 1.15, "U8": 2.01, "F8_E8M0": 2.01}, 1.02, 2.5
 _LEAST_SIBLINGS, _MANY = 3, 8
+_FEW_FAR, _FEEDBACK = 5e-3, 0.05  # share of far groups in honest files by GPTQ, and their least share of turned codes
 _MORE = 0.2  # turned codes more than siblings have; those of honest files by GPTQ differ by up to 0.15
 _CLUSTER = 0.05  # share of the rows or columns that contain half of the turned codes if these cluster
 
@@ -38,21 +44,26 @@ def check_rounding(stored: StoredTensors, name: str, source: Source) -> Rounding
     grid = grid_of(stored.forms[name])
     if grid is None:
         return None
-    num_turned, num_further = 0, 0
-    rows, columns = list[Tensor](), torch.zeros(grid.matrix[1], dtype=torch.int64)
+    num_further, num_far, rows, reaches = 0, 0, list[Tensor](), list[Tensor]()
+    columns = torch.zeros(grid.matrix[1], dtype=torch.int64)
     for start, stop in block_ranges(grid.num_elements, grid.cols):
         x = read_range(source, name, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
-        for steps in _distances(stored, grid, x, start, stop):
+        for steps, reach in _distances(stored, grid, x, start, stop):
             is_turned = steps > 0.5
             num_further += int((steps > 1).sum())
+            groups = functional.pad(steps, (0, -steps.shape[1] % GROUP)).reshape(-1, GROUP)
+            num_far += int((groups.mean(1) > 1).sum())
             rows.append(is_turned.sum(1))
             columns += is_turned.sum(0)
+            reaches.append(reach)
     num, num_turned = grid.num_elements, int(columns.sum())
     return RoundingCheck(
         num_codes=num,
         num_second=num_turned - num_further,
         num_further=num_further,
+        num_far=num_far,
         kind=_kind(num_turned / num, num_further / num),
+        scales=_scales(grid, torch.cat(reaches, 1)),
         least_column=float(columns.min()) * len(columns) / num,
         place="; ".join(filter(None, (_cluster(torch.cat(rows), "rows"), _cluster(columns, "columns")))),
     )
@@ -66,6 +77,15 @@ def _kind(turned: float, further: float) -> str:
     return "feedback" if further < turned / 2 else "unknown"
 
 
+def explains_factors(check: RoundingCheck) -> bool:
+    """Whether groups with a wrong factor are those next to an outlier, which rounding makes zero: scales are right.
+
+    Error feedback moves the small weights of a few such groups by more than a step.
+    """
+    few = _FEW_FAR * check.num_codes / GROUP if check.kind == "feedback" and check.turned > _FEEDBACK else 0
+    return check.num_far <= few
+
+
 def _cluster(turned: Tensor, what: str) -> str:
     """The few rows or columns with half of the turned codes, in words; empty if they are spread."""
     if not bool(turned.any()):
@@ -75,8 +95,38 @@ def _cluster(turned: Tensor, what: str) -> str:
     return f"half of them in {count} of {len(turned)} {what}" if count <= _CLUSTER * len(turned) else ""
 
 
-def _distances(stored: StoredTensors, grid: Grid, x: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-    """Distances of codes from the weights `x` in steps, less what may hide a tie."""
+def _scales(grid: Grid, reaches: Tensor) -> str:
+    """What the scales are consistent with, given the `_reach` of all groups."""
+    reaches = reaches[:, reaches[0] > 0]
+    is_wide = grid.format.storage_bits > 4 and not grid.format.twos_complement  # any scale of these is as good
+    if not reaches.numel():
+        return ""
+    num_rare = round(_RARE * reaches.shape[1])
+    ends = reaches.sort().values[:, num_rare : reaches.shape[1] - num_rare][:, [0, -1]]
+    spread = _SPREAD.get(grid.scales.component.dtype, _SPREAD_FLOAT)
+    if bool((ends[:, 1] <= spread * ends[:, 0]).any()):
+        return "amax"
+    is_near = bool(((ends[:, 0] > 1 / _SEARCHED) & (ends[:, 1] < _SEARCHED)).any())
+    return "" if is_wide else "search" if is_near else "unknown"
+
+
+def _reach(grid: Grid, unit: Tensor, side: Side) -> Tensor:
+    """The part of the codes' range that the weights of each group of a row need, [3, groups], by three rules.
+
+    These are: equal ends, one more step for negative numbers, and any zero point. Empty if groups span several rows.
+    """
+    (height, width), (low, high) = grid.block, grid.codes.ends
+    if height > 1 or unit.shape[1] % width:
+        return torch.empty(3, 0)
+    ordered = unit if grid.order is None else unit[:, side[grid.order.name].argsort(stable=True)]
+    groups, half = ordered.reshape(-1, width), (high - low) / 2
+    most, least = groups.amax(1).clamp_min(0), groups.amin(1).clamp_max(0)
+    uneven = torch.maximum(most / half, -least / (half + grid.format.twos_complement))
+    return torch.stack((torch.maximum(most, -least) / half, uneven, (most - least) / (high - low)))
+
+
+def _distances(stored: StoredTensors, grid: Grid, x: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Distances of codes from the weights `x` in steps, less what may hide a tie; and the `_reach` of groups."""
     side, first = stored.side(grid.name), 0
     raw, (low, high) = iter(stored.read(grid, start, stop, side)), grid.codes.ends
     for span in grid.spans(start, stop):
@@ -91,6 +141,7 @@ def _distances(stored: StoredTensors, grid: Grid, x: Tensor, start: int, stop: i
         weights = x[first : first + codes.numel()].view(codes.shape)
         first += codes.numel()
         unit = (weights / scales).nan_to_num(0.0, 0.0, 0.0)
+        reach = _reach(grid, unit, side)
         tie, unit = unit.abs() * _TIE, (unit + middle).clamp(low, high)
         step = torch.ones_like(unit)
         if grid.format.twos_complement:  # some tools do not use the most negative number
@@ -98,7 +149,7 @@ def _distances(stored: StoredTensors, grid: Grid, x: Tensor, start: int, stop: i
         else:
             exponents = torch.frexp(unit)[1] - 1 - grid.format.mantissa_bits
             step = torch.ldexp(step, exponents).clamp_min_(grid.format.min_subnormal)
-        yield ((unit - codes).abs() - tie) / step
+        yield ((unit - codes).abs() - tie) / step, reach
 
 
 def _spread(grid: Grid, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
@@ -134,4 +185,6 @@ def _difference(check: RoundingCheck, siblings: list[RoundingCheck]) -> str:
     has_further = check.kind in ("feedback", "unknown") and statistics.mode(c.kind for c in siblings) == "tuned"
     if is_more or has_further:
         return "; ".join(filter(None, (words, check.place)))
+    if check.scales == "unknown" and not any(c.scales == "unknown" for c in siblings):
+        return "its scales follow neither from its largest weights nor from a search for the least error"
     return ""

@@ -44,12 +44,13 @@ def test_honest_files_raise_no_suspicion(tmp_path: Path, scheme: str, dtype: tor
     assert result.passed, result.problems
     assert len(checks) >= 16
     assert {(c.kind, c.turned, c.unusual) for c in checks} == {("nearest", 0.0, "")}
+    assert {c.scales for c in checks} == ({""} if "FP8" in scheme and scheme != "MXFP8" else {"amax"})
 
 
 def test_turned_codes_are_counted_and_found(tmp_path: Path) -> None:
     """One in 1,000 codes is moved across its weight, in one of 28 weights."""
     out = tmp_path / "out"
-    convert("demo", out, ConvertOptions(scheme="W4A16", verify="none"))
+    convert("demo", out, ConvertOptions(scheme="W4A16", scale="search", verify="none"))
     stored, weight = load_file(out / "model.safetensors"), load_file(demo_checkpoint() / "model.safetensors")[PLANTED]
     shifts = 4 * torch.arange(8)
     codes = ((stored[f"{PLANTED}_packed"].long().unsqueeze(2) >> shifts) & 15).flatten(1) - 8
@@ -67,20 +68,29 @@ def test_turned_codes_are_counted_and_found(tmp_path: Path) -> None:
     checks = {t["name"]: t["rounding"] for t in document["tensors"] if t["rounding"]}
     assert [n for n, c in checks.items() if c["unusual"]] == [PLANTED]
     assert (checks[PLANTED]["num_second"], checks[PLANTED]["num_further"]) == (int(moved.sum()), 0)
+    assert {c["scales"] for c in checks.values()} == {"search"}
     assert any(PLANTED in warning for warning in document["warnings"])
     assert "siblings" in (tmp_path / "page.html").read_text()
     assert CliRunner().invoke(app, [*command, "--strict"]).exit_code == 5
     assert CliRunner().invoke(app, [*command, "--gate", "nearest>=0.9999"]).exit_code == 5
 
 
-def feedback(turned: float, least: float = 0.0) -> RoundingCheck:
+def feedback(turned: float, least: float = 0.0, scales: str = "amax") -> RoundingCheck:
+    """Of 10,000 codes."""
     num = round(10_000 * turned)
-    return RoundingCheck(num_codes=10_000, num_second=num, num_further=0, kind="feedback", least_column=least)
+    return RoundingCheck(
+        num_codes=10_000, num_second=num, num_further=0, kind="feedback", least_column=least, scales=scales
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "is_found"),
-    [(feedback(0.35), False), (feedback(0.5), True), (feedback(0.25, least=0.05), True)],
+    [
+        (feedback(0.35), False),
+        (feedback(0.5), True),
+        (feedback(0.25, least=0.05), True),
+        (feedback(0.25, scales="unknown"), True),
+    ],
 )
 def test_error_feedback_varies_but_never_turns_a_first_column(changed: RoundingCheck, is_found: bool) -> None:
     checks = {f"layers.{i}.up.weight": feedback(0.2 + i / 100) for i in range(10)} | {"layers.10.up.weight": changed}
