@@ -35,6 +35,7 @@ from lpconv.storage.checkpoint import Checkpoint
 _HINT = "its weights can be rounded to nearest only: --rounding nearest"
 _GLANCE = 16  # tokens that show which layers a text reaches
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer, without the state
+_Stack: TypeAlias = tuple[Tensor, dict[nn.Module, _Arguments]]  # the state before the first layer, and the arguments
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,7 +56,7 @@ class LayerWalk:
 
     They are one stack, or several between which the model computes something, such as an encoder and a decoder. Memory
     is that of a hidden state for each stack: tokens by hidden size. Raises UnsupportedError for a model that runs a
-    layer several times.
+    layer several times, or none.
     """
 
     def __init__(self, model: Any, windows_NL: Tensor, *, at_once: int) -> None:
@@ -115,15 +116,13 @@ class LayerWalk:
         for batch in self.batches:
             *_, (batch.state, batch.arguments) = self._recorded(batch, last=self._lasts[0])
 
-    def _recorded(
-        self, batch: Batch, last: nn.Module | None = None
-    ) -> list[tuple[Tensor, dict[nn.Module, _Arguments]]]:
+    def _recorded(self, batch: Batch, last: nn.Module | None = None) -> list[_Stack]:
         """The stacks in which the model calls layers while it reads a batch, until it comes to `last`.
 
         The last layers of earlier stacks return their results. Others return their input, as another tensor that shows
         where it goes. A layer that makes tensors for later layers, such as T5's bias of positions, is the last one.
         """
-        stacks: list[tuple[Tensor, dict[nn.Module, _Arguments]]] = []
+        stacks: list[_Stack] = []
         output: Any = None
         others: tuple[Any, ...] | None = None
 
@@ -137,7 +136,8 @@ class LayerWalk:
                 raise UnsupportedError(f"`{name}` does not run its layers once each", hint=_HINT)
             if output is None or state is not output:
                 stacks.append((state, {}))
-                others = self._others_of(layer, forward, state, *args, **kwargs)
+                is_done = layer in batch.results
+                others = None if is_done else self._others_of(layer, forward, state, *args, **kwargs)
             stacks[-1][1][layer] = args, kwargs
             if layer is last:
                 raise _AllRecorded
