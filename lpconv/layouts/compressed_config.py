@@ -28,7 +28,7 @@ NUMBERS_OF = {
 }  # fmt: skip
 # The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
 _KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-_CACHED = re.compile(r"(.+\.)([kv])_proj\.weight")
+_CACHED = re.compile(r"(?!(?:.+\.)?vis(?:ion|ual))(.+\.)([kv])_proj\.weight")  # a vision tower has no cache
 # Settings of weights, besides the type, that decide what codes mean.
 _MEANING = ("num_bits", "strategy", "group_size", "block_structure")
 _MIXED = "mixed-precision"  # the `format` of a config whose groups have different ones

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, text_at
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.layouts.compressed_config import cache_scale_name
 from lpconv.models.load import load
 from lpconv.models.tasks import cache_argument
 from lpconv.plan.options import ConvertOptions
@@ -38,6 +39,12 @@ def test_without_a_text_the_scales_are_one(scheme: str, tmp_path: Path) -> None:
     layers = json.loads((demo_checkpoint() / "config.json").read_text())["num_hidden_layers"]
     assert set(scales) == {f"model.layers.{i}.self_attn.{x}_scale" for i in range(layers) for x in "kv"}
     assert all(torch.equal(x, torch.ones(1)) for x in scales.values())
+
+
+@pytest.mark.parametrize("tower", ["vision_tower.encoder.layers.1.self_attn", "model.visual.blocks.1.attn"])
+def test_a_vision_tower_has_no_cache(tower: str) -> None:
+    assert cache_scale_name(f"{tower}.k_proj.weight") is None
+    assert cache_scale_name("language_model.layers.1.self_attn.k_proj.weight") is not None
 
 
 def test_a_text_gives_the_largest_keys_and_values(tmp_path: Path) -> None:
