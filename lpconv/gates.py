@@ -28,15 +28,8 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A mean difference of two models, and the smallest one that its pairs could have shown, None if unknown."""
-
-    value: float
-    detectable: float | None
-
-
-Figure = float | Difference | None
+# A mean difference knows the smallest one that its pairs could have shown.
+Figure = float | GapEstimate | GapRecord | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +46,9 @@ class Gate:
 
         So does a mean difference within a bound that is smaller than the differences that its pairs could have shown.
         """
-        value, shown = (figure.value, figure.detectable) if isinstance(figure, Difference) else (figure, None)
+        value, shown = (
+            (figure, None) if figure is None or isinstance(figure, (int, float)) else (figure.value, figure.detectable)
+        )
         passed = value is not None and _OPERATORS[self.operator](value, self.bound)
         allowed = self.bound if self.operator in ("<", "<=") else -self.bound
         could_fail = shown is None or allowed <= 0 or shown <= allowed
@@ -95,7 +90,7 @@ class GateTable(Generic[R]):
     def values(self, result: R) -> dict[str, float]:
         """The metrics that were measured, by name."""
         figures = {name: figure(result) for name, figure in self.metrics.items()}
-        return {n: f.value if isinstance(f, Difference) else f for n, f in figures.items() if f is not None}
+        return {n: f if isinstance(f, (int, float)) else f.value for n, f in figures.items() if f is not None}
 
     def _value(self, metric: str, result: R) -> Figure:
         family, _, name = metric.partition(":")
@@ -110,10 +105,6 @@ def _logits_metric(figure: Callable[[LogitsCheck], Figure]) -> Callable[[VerifyR
     return lambda result: figure(result.logits) if result.logits else None
 
 
-def _difference(estimate: GapEstimate | None) -> Figure:
-    return None if estimate is None else Difference(value=estimate.value, detectable=estimate.detectable)
-
-
 _LOGITS_METRICS = {
     "logits_max_abs_diff": _logits_metric(lambda g: g.max_abs_diff),
     "logits_rel_error": _logits_metric(lambda g: g.rel_error),
@@ -123,7 +114,7 @@ _LOGITS_METRICS = {
 _TEXT_METRICS = {
     "reverse_kl": _logits_metric(lambda g: g.reverse_kl),
     "perplexity": _logits_metric(lambda g: g.perplexity),
-    "loss_gap": _logits_metric(lambda g: _difference(g.loss_gap)),
+    "loss_gap": _logits_metric(lambda g: g.loss_gap),
 }
 
 CONVERT_GATES = GateTable[VerifyResult](
@@ -139,7 +130,7 @@ CONVERT_GATES = GateTable[VerifyResult](
 def _task_metric(result: VerifyResult, name: str) -> Figure:
     """The drop of a score, such as "arc_easy:acc_drop", or the upper end of its interval, "arc_easy:acc_drop_high"."""
     for check in result.tasks:
-        ends = {"_drop": _difference(check.drop), "_drop_high": check.drop.high} if check.drop else {}
+        ends: dict[str, Figure] = {"_drop": check.drop, "_drop_high": check.drop.high} if check.drop else {}
         for end, value in ends.items():
             if name == f"{check.task}:{check.metric}{end}":
                 return value
@@ -191,11 +182,7 @@ def _final_metric(name: str) -> Callable[[FinetuneResult], float | None]:
     return value
 
 
-def _gap_of(gap: GapRecord) -> Figure:
-    return Difference(value=gap.gap, detectable=gap.detectable)
-
-
-def _gap_metric(name: str, figure: Callable[[GapRecord], Figure] = _gap_of) -> Callable[[FinetuneResult], Figure]:
+def _gap_metric(name: str, figure: Callable[[GapRecord], Figure] = lambda g: g) -> Callable[[FinetuneResult], Figure]:
     """A metric of the gap between run and twin."""
 
     def value(result: FinetuneResult) -> Figure:

@@ -245,6 +245,11 @@ class GapRecord:
     detectable: float | None = None
 
     @property
+    def value(self) -> float:
+        """The gap, under the name that it has in a `GapEstimate`."""
+        return self.gap
+
+    @property
     def exceeds_noise(self) -> bool | None:
         """Whether the interval excludes zero; None with a single seed."""
         return None if self.half_width is None else abs(self.gap) > self.half_width
