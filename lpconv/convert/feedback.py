@@ -56,7 +56,7 @@ _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
 _SLAB = 2**23  # most numbers of a weight that are rounded together, to bound memory; rows are independent
 _WIDE = 4096  # columns whose moments are large next to activations
-_SAMPLED = 2**20  # most numbers of a matrix, in evenly spaced rows, whose output errors are measured
+_SAMPLED = 2**18  # most numbers of a matrix, in evenly spaced rows, whose output errors are measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -163,10 +163,13 @@ def _round_columns(
         sums_BR = torch.mm(lower_CC[last:, first:last].t(), weight_CR[last:])
         if aim_CR is not None:
             sums_BR += aim_CR[first:last]
+        block = slice(first, last)
+        weights, scales, rounded = (x_CR[block].unbind() for x_CR in (weight_CR, scales_CR, out_CR))
+        sums, lower_BB = sums_BR.unbind(), lower_CC[block, block]
+        factors = lower_BB.diagonal().reciprocal().tolist()
         with SingleThreadedTorch():  # waking other threads takes longer than rounding one column
-            for c in range(last - 1, first - 1, -1):
-                target = torch.add(weight_CR[c], sums_BR[c - first], alpha=1 / float(lower_CC[c, c]))
-                torch.mul(nearest_code_(target.div_(scales_CR[c]), element), scales_CR[c], out=out_CR[c])
-                error = weight_CR[c].sub_(out_CR[c])
-                sums_BR[: c - first].addr_(lower_CC[c, first:c], error)
+            for c in range(last - first - 1, -1, -1):
+                target = torch.add(weights[c], sums[c], alpha=factors[c]).div_(scales[c])
+                torch.mul(nearest_code_(target, element), scales[c], out=rounded[c])
+                sums_BR[:c].addr_(lower_BB[c, :c], weights[c].sub_(rounded[c]))
     return out_CR
