@@ -95,9 +95,8 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
 
 def share_one_heap() -> None:
     """Let new threads allocate from one heap, so that memory freed by one serves the others. Only glibc has several."""
-    if sys.platform == "linux":
-        with suppress(AttributeError):
-            ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+    with suppress(AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:

@@ -37,7 +37,7 @@ from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerRun, LayerWalk, Matrix, Product, matrices_of
 from lpconv.models.opening import model_errors
 from lpconv.plan.job import Job
-from lpconv.plan.memory import held_together, windows_together
+from lpconv.plan.memory import SLAB, held_together, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.progress import Progress, quiet_transformers
@@ -54,7 +54,6 @@ from lpconv.workers import SingleThreadedTorch, Workers
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
-_SLAB = 2**23  # most numbers of a weight that are rounded together, to bound memory; rows are independent
 _WIDE = 4096  # columns whose moments are large next to activations
 _SAMPLED = 2**18  # most numbers of a matrix, in evenly spaced rows, whose output errors are measured
 
@@ -135,6 +134,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
                 layers.append(_written(staging, index, count, rounding.rounded, records))
                 progress.advance(1, _figures(job.plan, records))
             rounding.rounded.clear()
+            trim_heap()  # or each layer adds to the peak
     if not any(layer.records for layer in layers):
         raise UnsupportedError("no weight with codes of at most 8 bits belongs to a linear layer", hint=_HINT)
     return layers
@@ -259,7 +259,7 @@ class TensorRounding:
         """
         begin, cols = index * self._size, self.form.shape[-1]
         unit = math.lcm(self.form.cols, cols)
-        step = self._size if is_whole else max(_SLAB // unit, 1) * unit
+        step = self._size if is_whole else max(SLAB // unit, 1) * unit
         for start in range(begin, begin + self._size, step):
             stop = min(start + step, begin + self._size)
             weight = self._workers.read_numbers(self.form.name, start, stop).float()

@@ -6,7 +6,11 @@ to 15 % below the estimate. Once loaded, torch is part of the process's memory; 
 
 import math
 import os
+import re
+import statistics
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +24,7 @@ from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory, usable_cores
 from lpconv.models.whole import known_shapes
 from lpconv.plan.options import GPTAQ, NEAREST, ConvertOptions
-from lpconv.plan.plan import Plan
+from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.place import any_pointer
 from lpconv.storage.remote import WINDOW_BYTES, upload_bytes
@@ -44,6 +48,7 @@ _TORCH_PLACES = getattr(find_spec("torch"), "submodule_search_locations", ())
 _HAS_CUDA = any(Path(place, "lib", "libtorch_cuda.so").exists() for place in _TORCH_PLACES)
 _TORCH_BYTES = (680 if _HAS_CUDA else 200) * _MIB
 _TRANSFORMERS_BYTES = (240 if _HAS_CUDA else 192) * _MIB  # with one architecture, and blocks kept by the heap
+_ARCHITECTURE_BYTES = 64 * _MIB  # of these, for the architecture and the heap
 _BUILDING_BYTES = (200 if _HAS_CUDA else 120) * _MIB  # and a model without weights, for comparing names and shapes
 _COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
 _ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
@@ -51,6 +56,9 @@ _ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one b
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 _CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
 AT_ONCE = 1024  # most tokens per forward pass of a body
+SLAB = 2**23  # most numbers of a weight that are rounded together; rows are independent
+_KEPT_BYTES = 256 * _MIB  # most that the heap keeps of freed activations, for each model
+_LAYER = re.compile(r".*?\.\d+\.")
 _HELD_BYTES = 768 * _MIB  # activations of windows that wait within a layer, at least those of one pass
 # 2 x 32 tokens: logits of both models in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
@@ -90,7 +98,8 @@ def plan_memory(
     while workers > 1 and loaded + _conversion_bytes(plan, workers) > budget:
         workers -= 1
     phases = {"the conversion": loaded + _conversion_bytes(plan, workers)}
-    streaming = now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan)
+    importing = _ARCHITECTURE_BYTES if "transformers" in sys.modules else _TRANSFORMERS_BYTES
+    streaming = now + _OVERHEAD_BYTES + importing + _streamed_bytes(plan)
     if options.rounding != NEAREST:
         phases["rounding with error feedback"] = streaming + _rounding(plan)
     if options.has_input_scales or options.measures_cache:
@@ -151,17 +160,36 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 
 
 def _rounding(plan: Plan) -> int:
-    """Memory of error feedback: states of the text and of one pass, moments, copies of the largest weight."""
-    narrow = [t for t in plan.tensors if t.format is not None and t.format.is_narrow]
-    weights = [t.info for t in narrow if len(t.info.shape) in (2, 3)]
-    cols = [i.shape[-1] for i in weights] or [0]
-    states = 4 * (plan.options.calibration_tokens or 0) * min(cols)
-    walks = 2 if plan.options.rounding == GPTAQ else 1  # with their moments in fp32; the factor and inverse are fp64
-    factors = (16 + 4 * walks) * max(cols) ** 2
-    matrix = 24 * max((math.prod(i.shape[-2:]) for i in weights), default=0)
-    # A layer's experts, in two copies.
-    codes = 3 * max((i.num_elements for i in weights if len(i.shape) == 3), default=0)
-    return _CALIBRATING_BYTES + 2 * walks * states + factors + matrix + codes
+    """Memory of error feedback: activations and states of the text, moments, rows of a weight, and codes of a layer."""
+    weights = [t for t in plan.tensors if t.can_be_rounded]
+    cols = [t.info.shape[-1] for t in weights] or [0]
+    hidden, inner = statistics.mode(cols), max(cols)
+    walks = 2 if plan.options.rounding == GPTAQ else 1
+    of_text = 4 * (plan.options.calibration_tokens or 0) * walks
+    states = 2 * of_text * hidden
+    waiting = states + min(of_text * max(6 * hidden, 2 * hidden + inner), _HELD_BYTES)
+    kept = min(5 * waiting // 4, walks * _KEPT_BYTES)
+    others, experts = ([t for t in weights if (".experts." in t.name) == is_expert] for is_expert in (False, True))
+    # Experts are the last weights of a layer. Once it is rounded, a file with all its codes is made in memory.
+    work = max(
+        _codes_of_layer(others) + _working(others, walks), 2 * _codes_of_layer(weights) + _working(experts, walks)
+    )
+    return waiting + kept + work
+
+
+def _working(weights: Sequence[PlannedTensor], walks: int) -> int:
+    """Memory of the moments or the factor, and of rows of a weight, for any of the weights."""
+    factors = max((t.info.shape[-1] ** 2 for t in weights), default=0)
+    rows = max((min(math.prod(t.info.shape[-2:]), SLAB) for t in weights), default=0)
+    return (4 + 4 * walks) * factors + 24 * rows
+
+
+def _codes_of_layer(weights: Sequence[PlannedTensor]) -> int:
+    """Bytes of the weights of the largest layer once they are rounded."""
+    sizes = Counter[str]()
+    for t in weights:
+        sizes[match[0] if (match := _LAYER.match(t.name)) else ""] += t.bytes_out
+    return max(sizes.values(), default=0)
 
 
 def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:

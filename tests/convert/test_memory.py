@@ -16,6 +16,7 @@ from tests.helpers.checkpoints import cli_environment, published, run_cli
 from tests.helpers.models import minilm
 
 MB = 10**6
+_ROUNDED = "--format int4 --granularity group:32 --calibrate demo --rounding gptaq"
 _MOST = 1.5 if torch.version.cuda else 1.2  # builds for CUDA differ by 170 MB
 
 
@@ -46,11 +47,12 @@ def test_outputs_that_were_asked_for_are_refused_before_the_work(tmp_path: Path,
 @pytest.mark.parametrize(
     ("model", "level", "method"),
     [("demo", "logits", "unit"), ("minilm", "logits", "unit"),
-     *(("demo", "weights", method) for method in ("unit", "collage", "multipoint"))],
+     *(("demo", "weights", m) for m in ("unit", "collage", "multipoint", f"unit {_ROUNDED}"))],
 )  # fmt: skip
 def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str, method: str) -> None:
     name = "demo" if model == "demo" else str(minilm())
-    arguments = ("convert", name, "-o", tmp_path / "out", "--verify", level, "--method", method, "--workers", "2")
+    options = f"--verify {level} --workers 2 --method {method}".split()
+    arguments = ("convert", name, "-o", tmp_path / "out", *options)
     dry, done = (json.loads(run_cli(*arguments, "--json", "-q", *more).stdout) for more in (("--dry-run",), ()))
     assert done["verify"]["level"] == level
     assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= _MOST * done["peak_rss_bytes"]
