@@ -19,7 +19,7 @@ _CONVERTED = {"gguf": "--scheme GGUF_Q8_0", "mlx": "--scheme MLX_INT4", "vllm": 
 class _Runtimes(HelpPage, TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         """Find the command as typer does; for other formats, or a model in place of one, suggest the right command."""
-        name, model = args[0], next((x for x in args[1:] if x[0] != "-"), None)
+        name, model = args[0], next((x for x in args[1:2] if x[:1] != "-" and x not in self.commands), None)
         if name.lower() in _CONVERTED:
             context.fail(f"`lpconv convert {model or 'MODEL'} {_CONVERTED[name.lower()]}` writes {name}")
         if name not in self.commands and not get_close_matches(name, self.commands):

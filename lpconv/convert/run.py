@@ -12,7 +12,7 @@ from typing import Any
 from lpconv.convert.parts import adopt_parts, check_shareable, checked_parts, folder_for_parts, remove_parts
 from lpconv.data import SELF, text_at
 from lpconv.data.texts import check_reads_text, check_tokenizer
-from lpconv.errors import OutputExistsError, UsageError, VerificationError
+from lpconv.errors import OutputExistsError, UnsupportedError, UsageError, VerificationError
 from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
@@ -62,6 +62,8 @@ from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_free, read_ma
 from lpconv.verify.run import check_hashes
 
 _CALIBRATION = "calibration"  # marks a journal line among the lines of weight files
+# Models that generate no text; other classes are asked once transformers is imported.
+_WITHOUT_GENERATION = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForMultipleChoice")
 _DEPTH = ("none", "auto", "weights", "logits")  # of verification, least first
 
 
@@ -189,8 +191,12 @@ def _check_reads_text(checkpoint: Checkpoint, options: ConvertOptions) -> None:
         reads_pairs = options.calibrate != SELF and options.kv_cache is None
         hint = "leave --calibrate out, with --rounding nearest and without static scales"
         if checkpoint.config.get("is_encoder_decoder") and not reads_pairs:
-            hint = "pass a text with --calibrate FILE, without --kv-cache"
+            hint = "leave --kv-cache out" if options.kv_cache else "pass a text with --calibrate FILE"
         check_reads_text(checkpoint.config, hint=hint, allow_pairs=reads_pairs)
+        name = str((checkpoint.config.get("architectures") or [""])[0])
+        if options.calibrate == SELF and name.endswith(_WITHOUT_GENERATION):
+            hint = "pass a text with --calibrate FILE, or --calibrate demo for the sample text"
+            raise UnsupportedError(f"--calibrate self: `{name}` does not generate text", hint=hint)
         check_tokenizer(checkpoint.directory)
 
 

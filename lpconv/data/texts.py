@@ -26,6 +26,7 @@ _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
 _SAMPLE = 2**16  # characters of a long text whose ids a check looks at
 _MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
 SEQ_LEN = 128  # default, if the model has that many positions
+_LONGER = "pass more text, or a smaller --seq-len"
 # In these models positions start after the padding id, so two positions are unused.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
 _OF_SOUND = {"num_mel_bins", "input_feat_per_channel", "feat_extract_norm"}  # settings of models that read sound
@@ -50,7 +51,7 @@ def read_text(path: Path, limit: int = -1) -> str:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(limit)
-    except (FileNotFoundError, IsADirectoryError) as e:
+    except FileNotFoundError as e:
         raise InputError(f"file `{path}` does not exist", hint="pass a text file") from e
     except OSError as e:
         raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a readable text file") from e
@@ -64,21 +65,23 @@ def read_text(path: Path, limit: int = -1) -> str:
 
 
 def check_text(
-    path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None = None, *, parts: int = 1
-) -> None:
-    """Raise as `read_text` and `quick_rows` do, and as `check_rows` for the model in `directory`."""
+    path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None = None, *, parts: int = 1,
+    hint: str = _LONGER,
+) -> None:  # fmt: skip
+    """Raise as `read_text` and `quick_rows` do, and as `check_rows` and `check_length` for the model in `directory`."""
     if file_kind(path) == "text" or not path.is_file() or not path.stat().st_size:
-        check_length([read_text(path, _LOOKED_AT)], path, directory, config, wanted, parts=parts)
+        check_length([read_text(path, _LOOKED_AT)], path, directory, config, wanted, parts=parts, hint=hint)
         return
     rows, columns = quick_rows(path)
     column = text_column(path, columns) if columns else ""
     if rows and (texts := check_rows(rows, column, path, directory)):
-        check_length(texts, path, directory, config, wanted, parts=parts)
+        check_length(texts, path, directory, config, wanted, parts=parts, hint=hint)
 
 
 def check_length(
-    texts: Sequence[str], path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None, *, parts: int = 1
-) -> None:
+    texts: Sequence[str], path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None, *,
+    parts: int = 1, hint: str = _LONGER,
+) -> None:  # fmt: skip
     """Raise InputError for texts with fewer tokens than `parts` sequences, or with ids that the model does not embed.
 
     A sequence has `wanted` tokens, or by default the usual number for `config`. The tokens of short texts are counted
@@ -99,7 +102,7 @@ def check_length(
         sequences = "one sequence" if parts == 1 else "two sequences, one of them held out,"
         raise InputError(
             f"`{path}` has {num} {unit}, fewer than {sequences} of {seq_len} tokens",
-            hint="pass more text, or a smaller --seq-len if the command has it",
+            hint=hint,
         )
 
 
@@ -153,7 +156,7 @@ def check_rows(rows: Rows, column: str, path: Path, directory: Path) -> list[str
     """
     texts, conversations = texts_in(rows, column), conversations_in(rows, column)
     if not texts and not conversations:
-        raise InputError(f"column `{column}` of `{path.name}` is empty", hint="pass another --text-column")
+        raise InputError(f"column `{column}` of `{path.name}` has no text", hint="pass a file whose column has texts")
     settings = [directory / "tokenizer_config.json", *directory.glob("*chat_template*")]
     template = "".join(p.read_text(encoding="utf-8", errors="replace") for p in settings if p.is_file())
     if conversations and len(settings) == 1 and "chat_template" not in template:
@@ -250,8 +253,8 @@ def text_column(path: Path, columns: Sequence[str]) -> str:
     column = next((c for c in usual if c in columns), None)
     if column is None:
         raise InputError(
-            f"`{path}` has no text column called {' or '.join(usual)}",
-            hint=f"its columns are {', '.join(columns)}",
+            f"`{path}` has no column called {', '.join(usual[:-1])} or {usual[-1]}",
+            hint=f"its columns are {', '.join(columns)}: rename the one with the text to `text`",
         )
     return column
 

@@ -194,7 +194,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     if len(ids) < room:
         raise InputError(
             f"`{path}` has {len(ids)} tokens, fewer than one sequence of {seq_len}",
-            hint="pass a longer text, or a smaller --seq-len if the command has it",
+            hint="pass a longer text",
         )
     check_largest_id(max(*ids, *prefix, *suffix, 0), vocab_size)
     starts = range(0, len(ids) - room + 1, room)

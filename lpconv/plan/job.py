@@ -85,7 +85,12 @@ def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> 
     """Open the source of a conversion without torch. Raises every error that names, headers and texts reveal."""
     checkpoint = open_readable(model, revision=options.revision)
     if options.calibrate not in (None, SELF):
-        check_text(text_at(options.calibrate), checkpoint.directory, checkpoint.config)
+        check_text(
+            text_at(options.calibrate),
+            checkpoint.directory,
+            checkpoint.config,
+            hint="pass more text, or --calibrate demo",
+        )
     checkpoint.check_apart(output)
     return checkpoint
 

@@ -226,7 +226,8 @@ def _memory_error(what: str, needed: int, budget: int, options: ConvertOptions) 
     return ResourceError(
         f"{what} needs {needed / 1e6:.0f} MB of memory, but {budget / 1e6:.0f} MB are allowed",
         hint=("raise --max-memory" if is_asked else "free some memory")
-        + (", or use --verify weights" if "models" in what else ""),
+        + (", or use --verify weights" if "models" in what else "")
+        + (", or use fewer --calibration-tokens" if "feedback" in what else ""),
         details={"needed_bytes": needed, "budget_bytes": budget},
     )
 

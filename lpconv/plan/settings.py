@@ -66,7 +66,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
 
     Filled options are returned as they are. Raises UsageError for options that do not fit together.
     """
-    asked = with_scheme(options)
+    asked, scheme = with_scheme(options), options.scheme
     method = find("method", asked.method or _USUAL_METHOD, METHODS)
     granularity = asked.granularity or _usual_granularity(method, asked.format)
     options = cast(
@@ -75,7 +75,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
     )
     is_coded = options.budget_bits is not None and options.method == _USUAL_METHOD
     if is_coded:
-        _check_coded(options)
+        _check_coded(options, scheme)
     grain = _grain(options, method)
     fmt = CODED if is_coded else method.format(options.format, grain)
     _check_search(options, fmt, grain)
@@ -204,7 +204,7 @@ def _usual_scale(fmt: Format, grain: Grain | None) -> str:
     return "exact" if (grain is not None or fmt is CODED) and fmt.twos_complement else "pow2"
 
 
-def _check_coded(options: FilledOptions) -> None:
+def _check_coded(options: FilledOptions, scheme: str | None) -> None:
     """Raise UsageError for options that contradict integers with one step in a budget of bits."""
     assert options.budget_bits is not None
     _check_bits(options.budget_bits, f"--bits {options.budget_bits:g}")
@@ -213,7 +213,8 @@ def _check_coded(options: FilledOptions) -> None:
     given |= {name: getattr(options, name) for name in usual}
     wrong = next((n for n, value in given.items() if value not in (None, usual.get(n))), None)
     if wrong is not None:
-        flag = f"--{wrong.replace('_', '-')} {given[wrong]}"
+        of_scheme = scheme is not None and wrong in find("scheme", scheme, SCHEMES).options
+        flag = f"--scheme {scheme}" if of_scheme else f"--{wrong.replace('_', '-')} {given[wrong]}"
         raise UsageError(
             f"{flag} does not apply to entropy-coded integers, which --bits asks for",
             hint=f"leave {flag} or --bits out; --method multipoint has another kind of budget",
@@ -313,7 +314,7 @@ def _check_inputs(options: FilledOptions, format_name: str, grain: Grain | None)
         hint = "leave --calibrate out"
     else:
         words = "only NVFP4 and e4m3fn with one scale have input scales, in layout compressed-tensors"
-        hint = f"use --layout {COMPRESSED_TENSORS} with --granularity nvfp4 or --format e4m3fn, or leave it out"
+        hint = "add --rounding gptaq to round weights by the text, or leave --calibrate out"
     raise UsageError(f"--calibrate: {words}", hint=hint)
 
 

@@ -156,7 +156,18 @@ REFUSED: dict[str, tuple[int, str]] = {
     "verify models/llama --against demo --data empty.txt": (3, "`empty.txt`"),
     "verify models/llama --against demo --data short.txt": (3, " 128 "),
     "verify models/llama --against demo --data short.txt --seq-len 64": (3, " 64 "),
-    "convert demo --scheme W4A16 --rounding gptq --calibrate short.txt": (3, " 128 "),
+    "convert demo --scheme W4A16 --rounding gptq --calibrate short.txt": (3, "--calibrate demo"),
+    "convert demo --scheme W4A16 --rounding gptq --calibrate no-text.csv": (3, "`text`"),
+    "convert demo --scheme W4A16 --rounding gptq --calibrate numbers.jsonl": (3, "pass a file"),
+    "convert demo --scheme W4A16 --rounding gptq --calibrate empty": (3, "directory"),
+    "convert demo --scheme W4A16 --rounding gptq --calibrate demo --calibration-tokens 99999999999": (
+        7,
+        "--calibration-tokens",
+    ),
+    "convert demo --scheme W4A16 --calibrate demo": (2, "--rounding gptaq"),
+    "convert demo --scheme W4A16 --bits 3.7": (2, "--scheme W4A16 "),
+    "convert masked --scheme W4A16 --rounding gptq --calibrate self": (4, "`BertForMaskedLM`"),
+    "convert t5 --scheme W4A16 --rounding gptq --calibrate self": (4, "--calibrate FILE"),
     "convert demo --scheme W4A16 --rounding gptq --calibrate none.txt": (3, "`none.txt`"),
     "convert demo --scheme W4A16 --rounding gptq --calibrate demo --shard 1/2": (2, " order"),
     "convert demo --scheme W4A16 --rounding gptq --calibrate demo --measure": (2, "--dry-run"),
@@ -253,6 +264,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "chats.jsonl": '{"messages": [{"role": "user", "content": "x"}]}\n',
         "one.jsonl": '{"text": "x"}\n',
         "one.csv": "text,label\nx,1\n",
+        "numbers.jsonl": '{"text": 5}\n',
         "no-turns.jsonl": '{"messages": []}\n' * 2,
         "talk.jsonl": '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n',
         "images.jsonl": '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}\n',
@@ -281,6 +293,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "t5": {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
         "vit": {"architectures": ["ViTForImageClassification"], "vocab_size": None, "image_size": 224},
         "bert": {"model_type": "bert"},
+        "masked": {"architectures": ["BertForMaskedLM"]},
         "moe": {"num_experts": 4, "num_experts_per_tok": 2},
         "whisper": {"architectures": ["WhisperForConditionalGeneration"], "num_mel_bins": 80},
         "llama4": {"model_type": "llama4_text"},
@@ -318,7 +331,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
     assert there == [
         "adapter", "bert", "chat", "cut", "demo-fp8", "demo-plain", "empty", "experts", "foreign", "lacking",
-        "lfs", "llama4", "models", "moe", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "whisper", "wider",
+        "lfs", "llama4", "masked", "models", "moe", "no-layers", "no-tokenizer", "out", "t5", "taken", "vit", "whisper",
+        "wider",
     ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
