@@ -62,9 +62,10 @@ def with_plan(estimate: GapEstimate | None, wanted: float) -> GapEstimate | None
     """
     if estimate is None or not estimate.deviation:
         return estimate
-    deviation, count = estimate.deviation, _MOST
-    for _ in range(5):  # the quantiles depend little on the count
-        count = max(math.ceil((_errors_to_detect(count) * deviation / wanted) ** 2), 2)
+    ratio = estimate.deviation / wanted
+    count = max(math.ceil((_errors_to_detect(_MOST + 1) * ratio) ** 2), 2)  # too low for few pairs, never too high
+    while _errors_to_detect(count) * ratio > math.sqrt(count):
+        count += 1
     return replace(estimate, wanted=wanted, num_needed=count)
 
 

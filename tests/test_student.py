@@ -65,3 +65,13 @@ def test_a_planned_number_of_pairs_shows_the_difference_in_80_per_cent_of_cases(
     shown = sum(estimate_mean(sample.tolist()).low > 0 for sample in samples)
     assert shown / 2000 == pytest.approx(0.8, abs=0.027)
     assert detectable(2 / count**0.5, count) == pytest.approx(0.3, rel=0.01)
+
+
+@pytest.mark.parametrize("wanted", [0.1, 0.5, 0.9, 1.0, 2.0, 4.0])
+def test_a_plan_of_few_pairs_is_the_smallest_number_that_shows_the_difference(wanted: float) -> None:
+    pilot = with_plan(estimate_mean([-1.0, 0.0, 1.0, 0.0, 2.0]), wanted)
+    assert pilot is not None
+    assert pilot.deviation is not None
+    deviation, shown = pilot.deviation, range(2, 3000)
+    expected = next(n for n in shown if detectable(deviation / n**0.5, n) <= wanted)
+    assert pilot.num_needed == expected

@@ -420,7 +420,7 @@ def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
         parts.append(f"outputs on text are within a relative error of {error_text(check.rel_error)} of the source's")
     if check.perplexity is not None and check.source_perplexity is not None:
         shown = check.loss_gap.detectable if check.loss_gap else None
-        seen = f" (above {100 * math.expm1(shown):.2g} % more would be seen)" if shown and shown < 1 else ""
+        seen = f" (a rise above {100 * math.expm1(shown):.2g} % would have been seen)" if shown and shown < 1 else ""
         parts.append(f"perplexity {number_text(check.source_perplexity, 4)} → {number_text(check.perplexity, 4)}{seen}")
     if check.top1_agreement is not None:
         parts.append(f"the same top prediction at {percent(check.top1_agreement)} of positions")
