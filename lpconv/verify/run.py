@@ -134,6 +134,8 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
         )
     by_value = level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory)))
     check_measured(gates, has_outputs=not by_value)
+    if not by_value and any(VERIFY_GATES.parse(g).metric == "nearest" for g in options.gates):
+        raise UsageError("gate `nearest` compares codes with the nearest ones", hint="add --level values")
     if by_value:
         assert against is not None
         ours, reference = open_readable(directory), _open_reference(against)

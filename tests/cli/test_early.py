@@ -180,6 +180,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --format e4m3fn --rounding gptq --calibrate demo --include *norm*": (4, " 8 bits"),
     "convert demo --format e4m3fn --rounding gptq --calibrate demo --include *norm* --dry-run": (4, " 8 bits"),
     "verify models/llama --against demo --tasks none.yaml": (3, "`none.yaml`"),
+    "verify out --against demo --gate nearest>=0.9": (2, "--level values"),
     "verify models/llama --tasks arc_easy": (2, "--tasks"),
     "verify models/llama --against demo --gate task:x:acc_drop<=0": (2, "answers"),
     "finetune demo --data latin.txt": (3, "`latin.txt`"),
@@ -359,6 +360,8 @@ def test_the_entrances_of_engines_load_without_torch() -> None:
     [
         ("export demo", "lpconv export onnx demo"),
         ("export gguf demo", "GGUF_Q8_0"),
+        ("export demo --to onnx", "lpconv export onnx demo"),
+        ("export demo onnx", "lpconv export onnx demo"),
         ("quantize demo", "convert."),
         ("export trt demo", "demo`"),
     ],
