@@ -3,12 +3,11 @@
     python -m benchmarks.speed.calibrated --work FOLDER --out FILE.json [--model M ...] [--rounding R ...] [--layers N]
 
 `7B` and `30B-A3B` are the first layers of Llama-2-7B's shape and of Qwen3-30B-A3B's (128 experts, 8 per token) in bf16
-with random weights and SmolLM2's tokenizer; the other models are whole. Seconds are of the whole command with
-verification of the weights; seconds per layer are from the command with one layer fewer, so that the start and the
-tables of words do not count. Peak memory includes code.
+with random weights and SmolLM2's tokenizer; the other models are whole. Seconds are of the whole command, with
+verification of the weights; those of each layer are from the forecast, which rounds the first one. Peak memory includes
+code.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -73,19 +72,13 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=[*SHAPES, "smollm2", "gemma3"])
     parser.add_argument("--rounding", nargs="+", default=["gptq", "gptaq"])
     parser.add_argument("--layers", type=int, default=2)
-    args: argparse.Namespace = parser.parse_args()
-    rows = []
+    args = parser.parse_args()
+    head = {"machine": common.machine(), "command": common.command()}
+    rows = common.Rows(args.out, ("model", "rounding", "threads"), lambda: head)
     for name in args.model:
         for rounding in args.rounding:
-            counts = (args.layers - 1, args.layers) if name in SHAPES else (args.layers,)
-            for layers in counts:
-                row = run(model_of(name, layers, args.work), rounding, args.work)
-                rows.append({"model": name, "layers": layers, "rounding": rounding, **row})
-                print(json.dumps(rows[-1]), flush=True)
-                args.out.write_text(
-                    json.dumps({"machine": common.machine(), "command": common.command(), "rows": rows}, indent=1)
-                    + "\n"
-                )
+            row = run(model_of(name, args.layers, args.work), rounding, args.work)
+            rows.put({"model": name, "rounding": rounding, "threads": torch.get_num_threads(), **row})
 
 
 if __name__ == "__main__":
