@@ -15,7 +15,17 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "docs/llms.txt", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, *sorted((ROOT / "benchmarks").rglob("README.md")), ROOT / ".github/CONTRIBUTING.md"]
 INVENTED = {"--patience"}  # the option that docs/adding.md adds
-OTHERS = ("mlx_lm", "pip ", "pipx ", "pytest", "python ", "torchrun", "uvx ")  # commands that are not ours
+OTHERS = (
+    "cosign",
+    "mlx_lm",
+    "model_signing",
+    "pip ",
+    "pipx ",
+    "pytest",
+    "python ",
+    "torchrun",
+    "uvx ",
+)  # commands that are not ours
 
 
 def _options(command: Any) -> Iterator[str]:

@@ -29,7 +29,7 @@ _LIBRARIES_MB = {
 # MB that importing torch maps (620 for a CPU build), for commands that use it. If the address space ends during that
 # import, some libraries abort the process, and others lose the error.
 _ADDRESSES_MB = 700
-_WITHOUT_TORCH = ("inspect", "report", "doctor", "batch")
+_WITHOUT_TORCH = ("attest", "inspect", "report", "doctor", "batch")
 
 
 # Commands of other tools, and ours.

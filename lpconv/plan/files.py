@@ -182,7 +182,8 @@ def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpo
     kept = {k: document[k] for k in _RECORDED if k in document}
     if result.calibration is None:
         del kept["calibration"]
-    del kept["verify"]["files"], kept["verify"]["warnings"]  # of `lpconv verify` only; a conversion has its own
+    for name in ("attestation", "files", "warnings"):  # of `lpconv verify` only; a conversion has its own
+        del kept["verify"][name]
     for tensor in kept["tensors"]:
         if tensor["rounding"] is None:
             del tensor["rounding"]

@@ -266,6 +266,9 @@ def _reasons(v: VerifyResult) -> list[str]:
 def checks(v: VerifyResult) -> tuple[Check, ...]:
     """Every step of the verification in order: hashes, files, weights, output errors, outputs, gates."""
     steps = []
+    if v.attestation:
+        text = _hash_words(v.attestation, "the attestation")
+        steps.append(Check(name="attestation", outcome=_outcome(not v.attestation.mismatched), text=text))
     if v.hash:
         steps.append(Check(name="hashes", outcome=_outcome(not v.hash.mismatched), text=_hash_words(v.hash)))
     if v.files:
@@ -297,11 +300,11 @@ def _outcome(passed: bool) -> Outcome:
     return "passed" if passed else "failed"
 
 
-def _hash_words(check: HashCheck) -> str:
+def _hash_words(check: HashCheck, reference: str = "SHA256SUMS") -> str:
     if check.mismatched:
         bad = len(check.mismatched)
         return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {name_list(check.mismatched)}"
-    return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
+    return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} {reference}"
 
 
 def _files_words(check: FilesCheck) -> str:

@@ -9,7 +9,7 @@ from lpconv.results.documents import Result, Shown
 
 @dataclass(frozen=True, kw_only=True)
 class HashCheck:
-    """Comparison of files with SHA256SUMS."""
+    """Comparison of files with SHA256SUMS, or with the subjects of an attestation."""
 
     num_files: int
     mismatched: tuple[str, ...] = ()
@@ -216,6 +216,7 @@ class VerifyResult(Shown):
 
     level: str
     passed: bool
+    attestation: HashCheck | None = None
     hash: HashCheck | None = None
     files: FilesCheck | None = None
     weights: WeightsCheck | None = None

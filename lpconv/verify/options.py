@@ -55,16 +55,17 @@ class VerifyOptions:
     seq_len: Annotated[
         int | None,
         Ge(2),
-        Option(
-            "Number of tokens per window of the text",
-            default="128, or the model's maximum if less",
-        ),
+        Option("Number of tokens per window of the text", default="128, or the model's maximum if less"),
     ] = None
     max_tokens: Annotated[int, Ge(1), Option("Largest number of tokens to read")] = 4096
     detect: Annotated[
         float | None,
         Gt(0),
         Option("Say how many questions or tokens show this drop of a score, or rise of the loss, with 80 % power"),
+    ] = None
+    attestation: Annotated[
+        Path | None,
+        Option("Statement by `lpconv attest` to check the files against", metavar="FILE", parse=Path, is_path=True),
     ] = None
     strict: Annotated[bool, Option("Fail for warnings, such as weights that were rounded unlike their siblings")] = (
         False

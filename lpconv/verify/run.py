@@ -6,7 +6,7 @@ docs/verify.md shows which planted damage each level detects.
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -51,12 +51,18 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     ``values`` compares the decoded weights of any two checkpoints. It is the default for a `directory` that is not an
     output of a conversion, or was trained.
 
+    With `attestation`, an in-toto statement, its subjects must be the files of `directory`; that is checked first.
+
     With the text `data`, both models also run on its first `max_tokens` tokens, in windows of `seq_len`, whatever their
     size (`outputs.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
     """
     check(options)
     if options.detect is not None and options.data is None and not options.tasks:
         raise UsageError("--detect needs a text or tasks to plan for", hint="add --data FILE or --tasks NAME")
+    attested = None if options.attestation is None else _check_attestation(directory, options.attestation, progress)
+    if attested is not None and attested.mismatched:
+        problems = tuple(f"`{n}` does not match the attestation" for n in attested.mismatched)
+        return VerifyResult(level="hash", passed=False, attestation=attested, problems=problems)
     options = with_source(directory, options)
     check_tasks(options)
     gates = [VERIFY_GATES.parse(g) for g in options.gates]
@@ -70,7 +76,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         check_seq_len(options.seq_len, num_positions(reference.config))
         check_text(options.data, reference.directory, reference.config, options.seq_len)
         early_gates = []  # all gates wait for the outputs on the text
-    result = _verify_stored(directory, options, early_gates, progress)
+    result = dataclasses.replace(_verify_stored(directory, options, early_gates, progress), attestation=attested)
     if options.data is not None:
         result = _with_text(result, directory, reference, options, progress)
     if options.tasks:
@@ -223,12 +229,23 @@ def _with_text(
     )
 
 
-def check_hashes(directory: Path, progress: Progress) -> HashCheck:
-    """Check every file in SHA256SUMS. All files but the run's own reports must be listed there.
+def _check_attestation(directory: Path, path: Path, progress: Progress) -> HashCheck:
+    """Check every subject of an in-toto statement. Raises InputError if its subjects are not files with hashes."""
+    try:
+        digests = {str(s["name"]): str(s["digest"]["sha256"]) for s in read_json(path)["subject"]}
+    except (KeyError, TypeError):
+        digests = {}
+    if not digests or not all(map(is_plain, digests)):
+        raise InputError(f"`{path}` is not an in-toto statement", hint="pass the file that `lpconv attest` wrote")
+    return check_hashes(directory, progress, digests)
 
-    Raises InputError if there is no such list.
+
+def check_hashes(directory: Path, progress: Progress, digests: Mapping[str, str] | None = None) -> HashCheck:
+    """Check every file in `digests` (default: SHA256SUMS). All files but the run's own reports must be listed there.
+
+    Raises InputError if there is no SHA256SUMS.
     """
-    digests = _listed_files(directory)
+    digests = listed_files(directory) if digests is None else digests
     sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(sizes.values()))
     mismatched = sorted({"config.json", MARKER, *summed_files(directory)} - digests.keys())
@@ -240,7 +257,7 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
 
 
-def _listed_files(directory: Path) -> dict[str, str]:
+def listed_files(directory: Path) -> dict[str, str]:
     """Names and digests from SHA256SUMS (the format of `sha256sum`). Raises InputError if it is missing."""
     path, digests = directory / SUMS, {}
     if not path.exists():

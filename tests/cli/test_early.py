@@ -205,6 +205,9 @@ REFUSED: dict[str, tuple[int, str]] = {
     "restore /no/such -o out": (3, "`/no/such`"),
     "verify /no/such": (3, "`/no/such`"),
     "verify taken --level hsah": (2, "`hsah`"),
+    "verify out --attestation out/config.json": (3, "`out/config.json`"),
+    "attest /no/such": (3, "`/no/such`"),
+    "attest out -o out/new.json": (2, "`out/new.json`"),
     "verify out --html taken": (8, "directory"),
     "batch none.yaml": (3, "none.yaml"),
     "report /no/such": (3, "`/no/such`"),
@@ -229,13 +232,14 @@ DONE = [
     "convert demo --scheme fp8_dynamic --dry-run",
     "convert demo --method multipoint --dry-run",
     "verify out",
+    "attest out --json",
     "report out",
 ]
 # What the commands call; torch is imported inside, after the checks.
 ENTRANCES = [
     "lpconv.advise.run", "lpconv.batch.reading", "lpconv.batch.run", "lpconv.report.batch", "lpconv.bench.run",
     "lpconv.convert.parts", "lpconv.convert.restore", "lpconv.convert.run", "lpconv.verify.run", "lpconv.export.run",
-    "lpconv.init.run", "lpconv.probe.run", "lpconv.train.run",
+    "lpconv.verify.attest", "lpconv.init.run", "lpconv.probe.run", "lpconv.train.run",
 ]  # fmt: skip
 # One process for all of them: it names the heavy libraries that are loaded after each.
 PROGRAM = """

@@ -1,0 +1,52 @@
+"""Statements of `lpconv attest`, and outputs that do not match them. The hashes to expect are those of hashlib."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.plan.files import write_sums
+from lpconv.plan.options import ConvertOptions
+
+
+def _run(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def _digest(path: Path) -> dict[str, str]:
+    return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_a_statement_has_all_hashes_and_shows_changed_missing_and_added_files(tmp_path: Path) -> None:
+    for folder in ("out", "again"):  # the same conversion has the same statement
+        convert("demo", tmp_path / folder, ConvertOptions(format="e4m3fn", verify="weights"))
+        assert _run("attest", tmp_path / folder, "--against", "demo").exit_code == 0
+    out, path = tmp_path / "out", tmp_path / "out.intoto.json"
+    assert path.read_bytes() == (tmp_path / "again.intoto.json").read_bytes()
+    document = json.loads(path.read_text())
+    files = sorted(p for p in out.iterdir() if not p.name.startswith("report."))
+    assert document["subject"] == [{"name": p.name, "digest": _digest(p)} for p in files]
+    definition = document["predicate"]["buildDefinition"]
+    assert definition["externalParameters"]["options"]["format"] == "e4m3fn"
+    assert definition["resolvedDependencies"][0]["digest"] == _digest(demo_checkpoint() / "model.safetensors")
+    assert _run("verify", out, "--attestation", path).exit_code == 0
+    (out / "config.json").write_text((out / "config.json").read_text() + " ")
+    (out / "tokenizer.json").unlink()
+    (out / "notes.txt").touch()
+    write_sums(out, ())  # so that only the statement shows it
+    done = _run("verify", out, "--attestation", path, "--json")
+    found = json.loads(done.stdout)["error"]["details"]["attestation"]["mismatched"]
+    assert (done.exit_code, set(found)) == (5, {"SHA256SUMS", "config.json", "tokenizer.json", "notes.txt"})
+
+
+@pytest.mark.parametrize(("name", "code"), [("config.json", 3), ("finetune.json", 4)])
+def test_a_changed_or_trained_output_is_not_attested(tmp_path: Path, name: str, code: int) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(verify="none"))
+    (tmp_path / "out" / name).write_text("{}")
+    assert _run("attest", tmp_path / "out").exit_code == code
