@@ -305,12 +305,11 @@ def _to_copy(
     return CodedTensor(pieces, tuple(x.shape), dtype or x.dtype)
 
 
-def _getitem(x: Any, index: Any) -> Tensor:
+def _getitem(x: Any, index: Any) -> Any:
     """One matrix of a stack as codes; anything else decoded."""
     is_one = type(index) is int or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.int64)
     if not isinstance(x, CodedTensor) or x.ndim < 3 or not is_one:
-        values: Tensor = x[index]
-        return values
+        return x[index]
     size, position = x.numel() // x.shape[0], range(x.shape[0])[int(index)]
     return _require_grad_like(x.part(position * size, (position + 1) * size, tuple(x.shape[1:])), x)
 
@@ -321,9 +320,11 @@ def _bmm(x: Any, weight: Any) -> Tensor:
         return torch.bmm(x, weight)
     out: Tensor = x.new_zeros(*x.shape[:-1], weight.shape[-1])
     for index, part in enumerate(x):
-        rows = part.any(-1).nonzero().view(-1)
+        rows, matrix = part.any(-1).nonzero().view(-1), _getitem(weight, index)
         if len(rows):
-            out[index, rows] = torch.mm(part[rows], _getitem(weight, index)).to(x.dtype)
+            out[index, rows] = torch.mm(part[rows], matrix).to(x.dtype)
+        else:
+            _tell_watches(part[rows], matrix, is_transposed=True)  # or batches cannot wait for each other
     return out
 
 

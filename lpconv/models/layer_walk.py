@@ -185,10 +185,15 @@ class Matrix:
         return self.count > 1 or ".experts." in self.name
 
 
-def matrices_of(layer: nn.Module) -> Iterator[Matrix]:
-    for parameter in layer.parameters():
-        if isinstance(parameter, CodedTensor):
-            yield from _matrices_in(parameter)
+def matrices_of(layer: nn.Module) -> dict[Matrix, tuple[bool, int, int]]:
+    """Matrices, with keys in the order of a batch that has come to the experts. A batch may skip some experts."""
+    places: dict[Matrix, tuple[bool, int, int]] = {}
+    for weight in layer.parameters():
+        matrices = [*_matrices_in(weight)] if isinstance(weight, CodedTensor) else []
+        for i, m in enumerate(matrices):
+            expert = i * len(weight) // len(matrices) if weight.ndim > 2 else 0
+            places[m] = not m.is_expert, expert, len(places)
+    return places
 
 
 def _matrices_in(weight: CodedTensor) -> Iterator[Matrix]:
@@ -296,7 +301,7 @@ class LayerRun:
     def __init__(self, walk: LayerWalk, index: int, wanted: Iterable[Matrix], *, held: int) -> None:
         self.is_last = index + 1 == len(walk.layers)
         self._walk, self._index, self._held, self._wanted = walk, index, held, set(wanted)
-        self._place = {m: place for place, m in enumerate(matrices_of(walk.layers[index]))}
+        self._place = matrices_of(walk.layers[index])
         self._runs = [self._begun(batch) for batch in walk.batches]
         self._inputs: list[Callable[[], Tensor | None]] = []  # of the last products, as far as they are still in use
 
@@ -308,11 +313,11 @@ class LayerRun:
             run.stop()
 
     def next_matrices(self) -> tuple[Matrix, ...]:
-        """The wanted matrices of the next weight, none at the end. Experts come in the order of the parameters."""
+        """The wanted matrices of the next weight, none at the end. No other batch comes to them later."""
         runs = self._runs[: self._held]
         for run in runs:
             run.go_on()
-        if any(run.is_at_experts for run in runs):
+        if any(run.is_at_experts for run in self._runs):
             runs = self._runs
             for run in runs:
                 run.go_on()

@@ -375,12 +375,31 @@ def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, k
 def test_activations_that_are_not_held_give_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounding: str
 ) -> None:
-    model = with_demo_tokenizer(tiny("mixtral", tmp_path / "plain", vocab_size=num_words()))
-    monkeypatch.setattr(feedback, "windows_together", lambda *_: 3)
+    """Each batch reaches some experts only. Each expert meets the tokens that routers of the output send to it."""
+    sizes = {"vocab_size": num_words(), "num_experts": 12, "moe_intermediate_size": 32, "max_position_embeddings": 32}
+    model = with_demo_tokenizer(tiny("qwen3-moe", tmp_path / "plain", dtype=torch.bfloat16, **sizes))
+    monkeypatch.setattr(feedback, "windows_together", lambda *_: 1)
     for name, held in (("usual", 100), ("two", 2), ("one", 1)):
         monkeypatch.setattr(feedback, "held_together", lambda *_, held=held: held)
-        rounded(model, tmp_path / name, format="int4", granularity="group:16", rounding=rounding)
+        asked = {"format": "int4", "granularity": "group:32", "rounding": rounding}
+        result = rounded(model, tmp_path / name, **asked)
     assert files_of(tmp_path / "usual") == files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+    opened, windows = lpconv.load(tmp_path / "one", dtype=torch.float32), windows_of(model)
+    counts: dict[str, list[int]] = {}
+
+    def note(name: str, chosen: Tensor) -> None:
+        counts[name] = torch.bincount(chosen.flatten(), minlength=12).tolist()
+
+    for name, module in opened.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[1]))
+    with torch.no_grad():
+        opened(input_ids=windows)
+    experts = {t.name: t.rounding.num_inputs for t in result.tensors if ".experts." in t.name and t.rounding}
+    expected = {f"{n}.{i}.{m}_proj.weight": c for n, many in counts.items() for i, c in enumerate(many)
+                for m in ("gate", "up", "down") if c}  # fmt: skip
+    assert experts == expected
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
