@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
-    # The different numbers of some blocks, rounded to 16 bits, and how often each occurs.
-    Histogram = tuple[NDArray[np.float32], NDArray[np.int64]]
+    # The different numbers of some blocks, rounded to 16 bits, how often each occurs, and how often in blocks that
+    # this changed.
+    Histogram = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 _BLOCKS_SUFFIX, _SHAPE_SUFFIX = "_blocks", "_shape"
 _BLOCK = 2**16  # integers that are coded together
@@ -239,17 +240,21 @@ def _histogram(x: Tensor) -> Histogram:
     import torch
 
     short = x if x.itemsize == 2 else x.bfloat16()
+    is_exact = x.itemsize == 2 or torch.equal(short.to(x.dtype), x)
     counts = np.bincount(short.view(torch.int16).numpy().view(np.uint16), minlength=2**16)
     patterns = counts.nonzero()[0]
     numbers = torch.from_numpy(patterns.astype(np.uint16).view(np.int16)).view(short.dtype)
-    return numbers.float().numpy(), counts[patterns]
+    counts = counts[patterns]
+    return numbers.float().numpy(), counts, counts * (not is_exact)
 
 
 def _joined(histograms: Sequence[Histogram]) -> Histogram:
     import numpy as np
 
-    numbers, which = np.unique(np.concatenate([n for n, _ in histograms]), return_inverse=True)
-    return numbers, np.bincount(which, weights=np.concatenate([c for _, c in histograms])).astype(np.int64)
+    numbers, *counts = map(np.concatenate, zip(*histograms, strict=True))
+    numbers, which = np.unique(numbers, return_inverse=True)
+    of_all, rounded = (np.bincount(which, weights=c).astype(np.int64) for c in counts)
+    return numbers, of_all, rounded
 
 
 def _codes(value: Tensor, step: float) -> NDArray[np.int16]:
@@ -312,11 +317,12 @@ def _smallest_step(
 
 
 def _entropy_bytes(histogram: Histogram, step: float) -> float:
-    """The entropy of the codes of all numbers, in bytes."""
+    """The entropy of the codes of all numbers, in bytes; rounded numbers are spread evenly over the codes nearby."""
     import numpy as np
 
-    numbers, counts = histogram
+    numbers, counts, rounded = histogram
+    spread = (rounded * np.log2(np.maximum(np.spacing(np.abs(numbers)) * 2**16 / step, 1))).sum()  # bf16's spacing
     codes = np.rint(numbers / np.float32(step))
     share = np.bincount((codes - codes.min()).astype(np.int64), weights=counts)
     share = share[share > 0] / share.sum()
-    return float(counts.sum() * -(share * np.log2(share)).sum() / 8)
+    return float(counts.sum() * -(share * np.log2(share)).sum() + spread) / 8

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpconv.formats.spec import CODED
 from lpconv.forms import Stored
 from lpconv.forms.facts import block_ranges
 from lpconv.gates import Gate, with_gates
@@ -205,6 +206,8 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
 
 
 def _bits_of(form: Stored) -> int:
+    if form.format is CODED:
+        return 8 * form.num_bytes // form.num_elements
     return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
 
 

@@ -23,6 +23,7 @@ from lpconv.models import plugin
 from lpconv.plan.options import ConvertOptions, parse_rule
 from lpconv.plan.settings import command_line, fill_options
 from lpconv.progress import Silent
+from lpconv.verify.compare import compare
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import write_checkpoint
@@ -98,13 +99,19 @@ def encoded(form: EntropyCoded, x: Tensor) -> tuple[Measurement, Tensor]:
     return found, torch.cat(data)
 
 
-@pytest.mark.parametrize("bits", [2.5, 3.7, 6])
-def test_the_file_has_integers_of_one_step_in_the_budget_near_their_entropy(bits: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [(2.5, torch.bfloat16), (3.7, torch.bfloat16), (6, torch.bfloat16), (9, torch.float32), (11, torch.float32)],
+)
+def test_the_file_has_integers_of_one_step_in_the_budget_near_their_entropy(
+    bits: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """The weight has several blocks; numpy decodes them."""
-    x = torch.randn(700, 300, generator=torch.Generator().manual_seed(1)) / 50
-    source = write_checkpoint(tmp_path / "source", {NAME: x.bfloat16()})
+    x = torch.randn(700, 300, generator=torch.Generator().manual_seed(1)).div(50).to(dtype)
+    source = write_checkpoint(tmp_path / "source", {NAME: x})
     options = ConvertOptions(budget_bits=bits, verify="weights")
     assert convert(str(source), tmp_path / "out", options).verify.passed
+    assert not compare(tmp_path / "out", source, gates=(), progress=Silent()).problems
     stored = load_file(tmp_path / "out" / "model.safetensors")
     size = sum(t.numel() * t.itemsize for t in stored.values())
     assert size == int(bits * x.numel() / 8)
@@ -112,7 +119,7 @@ def test_the_file_has_integers_of_one_step_in_the_budget_near_their_entropy(bits
     assert plan(str(source), Path("unused"), options).bytes.written == file.stat().st_size
     codes, step = codes_of(stored, NAME), float(stored[NAME + "_scale"])
     assert len(stored[NAME + "_blocks"]) == 4
-    assert np.array_equal(codes, np.rint(x.bfloat16().double().numpy().ravel() / step))
+    assert np.array_equal(codes, np.rint(x.double().numpy().ravel() / step))
     assert entropy(codes) * x.numel() / 8 <= size <= 1.01 * entropy(codes) * x.numel() / 8
     loaded = plugin.decode_blocks(stored[NAME][0], stored[NAME + "_scale"], stored[NAME + "_blocks"], x.shape)
     assert np.array_equal(loaded.double().numpy().ravel(), codes * step)
