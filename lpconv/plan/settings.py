@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, default_grain, get_grain
-from lpconv.formats.spec import CODED, FORMATS, Format, get_format
+from lpconv.formats.spec import CODED, FORMATS, INTEGERS, Format, get_format
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS, STATIC, preset_of
@@ -86,6 +86,11 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
         if rule.bits is not None:
             _check_bits(rule.bits, f"--rule {rule}", is_coded=is_coded)
             continue
+        if is_coded and rule.format in INTEGERS:
+            bits = FORMATS[rule.format].storage_bits
+            raise UsageError(
+                f"--rule {rule} is for integers with scales per row or group", hint=f"use ={bits} with --bits"
+            )
         if rule.format != "keep" and (grain is None or rule.format not in method.formats_with(grain)):
             method.format(rule.format, is_of_rule=True)  # stored with one scale per tensor, if the method has it
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):

@@ -165,6 +165,7 @@ REFUSED: dict[str, tuple[int, str]] = {
         "--calibration-tokens",
     ),
     "convert demo --scheme W4A16 --calibrate demo": (2, "--rounding gptaq"),
+    "convert demo --bits 3.7 --rule *q_proj*=int8": (2, "=8 "),
     "convert demo --scheme W4A16 --bits 3.7": (2, "--scheme W4A16 "),
     "convert masked --scheme W4A16 --rounding gptq --calibrate self": (4, "`BertForMaskedLM`"),
     "convert t5 --scheme W4A16 --rounding gptq --calibrate self": (4, "--calibrate FILE"),
