@@ -151,7 +151,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _interruption(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
-    resumable = "resume" in kwargs
+    resumable = "resume" in kwargs and not kwargs.get("dry_run")
     return InterruptedRunError(number, hint="run the same command with --resume to continue" if resumable else None)
 
 
