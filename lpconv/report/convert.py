@@ -40,6 +40,7 @@ from lpconv.report.tensor_charts import feedback_chart, flat_sqnr_text, rms_char
 from lpconv.report.tensors import (
     action_sections,
     converted_tensors,
+    format_text,
     has_finer_scales,
     in_layer_order,
     layer_section,
@@ -112,7 +113,7 @@ def plan_document(plan: PlanResult) -> Document:
             outcome="not run", text=nothing or f"would be {_change_words(plan.bytes.read, plan.bytes.written)}"
         ),
         title=f"{plan.source.name} → {plan.output}",
-        summary=f"Plan with method {plan.method} and format {plan.format}. Nothing was written.",
+        summary=f"Plan with method {plan.method}, format: {format_text(plan.format)}. Nothing was written.",
         facts=facts,
         sections=sections_of(*action_sections(plan.tensors), files_section(plan.shards)),
         warnings=plan.warnings,
@@ -312,7 +313,7 @@ def _done_sentence(result: ConvertResult) -> str:
     """A sentence on the model, the method, and what was done to its tensors."""
     model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
     changed = converted_tensors(result.tensors)
-    formats = " or ".join(sorted({t.format for t in changed}) or [result.format])
+    formats = " or ".join(sorted({format_text(t.format) for t in changed}) or [format_text(result.format)])
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
     parts = [f"{count_text(len(changed))} of {plural(len(result.tensors), 'tensor')} became {formats}"]

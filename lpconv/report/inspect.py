@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from lpconv.report.convert import files_section
 from lpconv.report.document import Bullets, Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
+from lpconv.report.tensors import format_text
 from lpconv.results import InspectResult, StoredTensor
 
 _SHOWN = 5  # most notes without --all
@@ -56,7 +57,7 @@ def _facts(record: InspectResult) -> dict[str, str]:
     is_own = record.method and record.layout in (None, "lpconv")
     origin = f"lpconv, method {record.method}" if is_own else origin
     facts = {label: what for label, what in checks.items() if what} | {
-        "Kind": origin + (f", {record.format}" if record.format else ""),
+        "Kind": origin + (f", {format_text(record.format)}" if record.format else ""),
         "Architecture": record.architecture or "not named in config.json",
         "Parameters": count_text(sum(math.prod(t.shape) for t in record.tensors)),
         "Size": size_text(sum(d.size_bytes for d in record.dtypes)),

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
+from lpconv.formats.spec import CODED
 from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import (
     MISSING,
@@ -210,17 +211,22 @@ def action_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ..
     return section("What was done and why", whole, only="page"), section("Tensors", brief, only="terminal")
 
 
+def format_text(name: str) -> str:
+    """A number format as reports name it; entropy-coded integers by what they are, because they take fewer bits."""
+    return "coded integers" if name == CODED.name else name
+
+
 def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
     """A table row for a group of tensors: action, count, formats, size before and after, reason."""
     t, before, after = group[0], sum(t.bytes_in for t in group), sum(t.bytes_out for t in group)
-    formats = f"{t.source_dtype} → {t.format}" if t.action == "convert" else t.source_dtype
+    formats = f"{t.source_dtype} → {format_text(t.format)}" if t.action == "convert" else t.source_dtype
     return t.action, count_text(len(group)), formats, size_text(before), size_text(after), t.reason
 
 
 def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
     """The tensors with the lowest SQNR, and any causes of error besides rounding."""
     rows = tuple(
-        (t.name, t.format, sqnr_text(t.sqnr_db), scale_text(t.scale), error_causes(t))
+        (t.name, format_text(t.format), sqnr_text(t.sqnr_db), scale_text(t.scale), error_causes(t))
         for t in worst_tensors(tensors, count)
     )
     columns = ("Tensor", "<Format", "SQNR dB", "Scale", "<Besides rounding")
@@ -323,7 +329,7 @@ def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _
 
 def _stored_as(t: TensorRecord) -> str:
     if t.action == "convert":
-        return f"{t.source_dtype} → {t.format}"
+        return f"{t.source_dtype} → {format_text(t.format)}"
     return f"{t.source_dtype}, kept" if t.action == "keep" else t.action
 
 

@@ -52,7 +52,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     narrow = [r for r in recorded.tensors if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
     has_coded = any(r.format == CODED.name for r in recorded.tensors)
     if not narrow or has_coded or not METHODS[options.method].has_granularity:
-        stored = f"{options.method} in {provenance.get('format')}"
+        stored = "entropy-coded integers" if has_coded else f"{options.method} in {provenance.get('format')}"
         raise UnsupportedError(
             f"`{name}` stores {stored}, but --recover trains codes of at most {FEEDBACK_BITS} bits with scales",
             hint=_HINT,

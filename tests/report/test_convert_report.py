@@ -69,6 +69,14 @@ def test_the_first_questions_are_answered() -> None:
     assert document.command is not None
 
 
+def test_entropy_coded_integers_are_not_called_integers_of_16_bits() -> None:
+    options = bert_result().options | {"budget_bits": 3.7}
+    document = described(format="int16", options=options, tensors=tuple(replace(t, format="int16") for t in coded(3)))
+    tables = [table_of(section_of(document, name)) for name in ("Tensors", "Every tensor")]
+    assert " coded " in document.summary
+    assert "int16" not in document.summary + str([table.rows for table in tables])
+
+
 def test_a_page_lists_every_tensor_and_a_terminal_the_worst() -> None:
     document, result = described(), bert_result()
     every = table_of(section_of(document, "Every tensor"))

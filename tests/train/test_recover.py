@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"format": "fp16"}, "stores unit in fp16"),
     "collage": ({"method": "collage"}, "stores collage in bf16"),
     "multipoint": ({"method": "multipoint", "format": "int8"}, "stores multipoint"),
-    "bits": ({"budget_bits": 4.0, "rules": (FormatRule(pattern="*o_proj*", format="e4m3fn"),)}, "stores unit in int16"),
+    "bits": ({"budget_bits": 4.0, "rules": (FormatRule(pattern="*o_proj*", format="e4m3fn"),)}, "entropy-coded"),
     "input scales": (
         {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo"},
         "stores input scales",
