@@ -13,7 +13,7 @@ from lpconv.storage.place import sha256_of
 from lpconv.storage.staging import MARKER, SUMS, TUNED
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
-from lpconv.verify.run import listed_files, verify_output
+from lpconv.verify.run import STATEMENT, listed_files, verify_output
 
 
 def attest(directory: Path, *, against: str | None, progress: Progress) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def attest(directory: Path, *, against: str | None, progress: Progress) -> dict[
         source = public_source(opened.record(lambda name: sha256_of(opened.directory / name)))
     digests = {**listed_files(directory), SUMS: sha256_of(directory / SUMS)}
     return {
-        "_type": "https://in-toto.io/Statement/v1",
+        "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": digests[name]}} for name in sorted(digests)],
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": _provenance(recorded.provenance, digests[MARKER], source),

@@ -34,6 +34,8 @@ from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
+STATEMENT = "https://in-toto.io/Statement/v1"  # `_type` of attestations
+
 
 @with_keywords(VerifyOptions)
 def verify(path: str | Path, options: VerifyOptions, *, progress: Progress | None = None) -> VerifyResult:
@@ -231,11 +233,12 @@ def _with_text(
 
 def _check_attestation(directory: Path, path: Path, progress: Progress) -> HashCheck:
     """Check every subject of an in-toto statement. Raises InputError if its subjects are not files with hashes."""
+    document = read_json(path)
     try:
-        digests = {str(s["name"]): str(s["digest"]["sha256"]) for s in read_json(path)["subject"]}
+        digests = {str(s["name"]): str(s["digest"]["sha256"]) for s in document["subject"]}
     except (KeyError, TypeError):
         digests = {}
-    if not digests or not all(map(is_plain, digests)):
+    if document.get("_type") != STATEMENT or not digests or not all(map(is_plain, digests)):
         raise InputError(f"`{path}` is not an in-toto statement", hint="pass the file that `lpconv attest` wrote")
     return check_hashes(directory, progress, digests)
 
