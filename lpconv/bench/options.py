@@ -188,32 +188,20 @@ class BenchOptions:
         "bf16+compile"
     )
     compiled: Annotated[
-        str,
-        _how(
-            "What to compile with torch.compile",
-            name="compile",
-            what="compile mode",
-            choices=COMPILE_MODES,
-        ),
+        str, _how("What to compile with torch.compile", name="compile", what="compile mode", choices=COMPILE_MODES)
     ] = "blocks"
     device: Annotated[
         str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one", parse=parse_device)
     ] = None
-    processes: Annotated[
-        int | None,
-        Ge(1),
-        _how("Number of cooperating processes", default="torchrun's, or 1"),
-    ] = None
+    processes: Annotated[int | None, Ge(1), _how("Number of cooperating processes", default="torchrun's, or 1")] = None
     parallel: Annotated[
-        str | None,
-        _how("How processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL),
+        str | None, _how("How processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL)
     ] = None
     threads: Annotated[int | None, Ge(1), _how("Number of CPU threads of each process", default="torch's own")] = None
     effort: Annotated[Effort, Group(Effort)] = Effort()
     seed: Annotated[int, Ge(0), _how("Seed of weights and token ids")] = 0
     compare: Annotated[
-        str | None,
-        _check("Older result (JSON); fail if a row became slower", metavar="FILE", is_path=True),
+        str | None, _check("Older result (JSON); fail if a row became slower", metavar="FILE", is_path=True)
     ] = None
     gates: Annotated[
         tuple[str, ...],

@@ -16,16 +16,7 @@ from lpconv.layouts import SCHEMES
 from lpconv.layouts.compressed_config import DYNAMIC, NOT_ROUNDED, STATIC
 from lpconv.lookup import nearest_name
 from lpconv.methods import LPCONV, METHODS
-from lpconv.options import (
-    AllowMissing,
-    Force,
-    Option,
-    Resume,
-    Revision,
-    TrustRemoteCode,
-    gate_option,
-    size_option,
-)
+from lpconv.options import AllowMissing, Force, Option, Resume, Revision, TrustRemoteCode, gate_option, size_option
 
 LAYOUTS = METHODS["unit"].layouts
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
@@ -249,8 +240,7 @@ class ConvertOptions:
         ),
     ] = "auto"
     gates: Annotated[
-        tuple[str, ...],
-        gate_option("Publish only if this holds, such as 'sqnr>=25'", kind="convert"),
+        tuple[str, ...], gate_option("Publish only if this holds, such as 'sqnr>=25'", kind="convert")
     ] = ()
     revision: Revision = None
     allow_missing: AllowMissing = False

@@ -7,18 +7,7 @@ from pathlib import PurePath
 
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.report.charts import HEAT_WORDS, Axis, Bar, Box, Chart, HeatMap, Loss, Mark, Tick, bar_chart, stepped_axis
-from lpconv.report.document import (
-    Bullets,
-    Cell,
-    Document,
-    Row,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    section,
-    sections_of,
-)
+from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, count_text, number_text, plural, power_text, share_text, sqnr_text
 from lpconv.results import ProbedRecord, ProbeReport
 
@@ -304,23 +293,14 @@ def _totals(tensors: Sequence[ProbedRecord]) -> dict[str, Counter[int]]:
 
 
 def _exponent_chart(
-    words: str,
-    counts: Counter[int],
-    span: tuple[int, int],
-    windows: Sequence[Format],
-    scaled: tuple[int, str],
+    words: str, counts: Counter[int], span: tuple[int, int], windows: Sequence[Format], scaled: tuple[int, str]
 ) -> Chart:
     """The share of elements at each exponent; `scaled` is the shift by the loss scale in binades, and its label."""
     low, high = span
     shares = [(e, counts[e] / counts.total()) for e in range(max(low, min(counts)), max(counts) + 1)]
     top, (shift, label) = 1.05 * max(share for _, share in shares), scaled
     outline = [(e + shift + side, share) for e, share in shares for side in (0, 1)]
-    moved = Mark(
-        kind="outline",
-        shape="line",
-        title=label,
-        points=((outline[0][0], 0), *outline, (outline[-1][0], 0)),
-    )
+    moved = Mark(kind="outline", shape="line", title=label, points=((outline[0][0], 0), *outline, (outline[-1][0], 0)))
     legend = (
         Mark(kind="bar", shape="square", title="elements"),
         Mark(kind="normal", shape="square", title="normal numbers of the format"),

@@ -286,10 +286,7 @@ class FinetuneOptions:
     track_every: Annotated[
         int | None,
         Ge(0),
-        _check(
-            "Record underflow every N steps; 0 for never",
-            default="every tenth of the run, at least 5 steps",
-        ),
+        _check("Record underflow every N steps; 0 for never", default="every tenth of the run, at least 5 steps"),
     ] = None
     check_gradients: Annotated[
         bool,
