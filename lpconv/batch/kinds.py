@@ -68,11 +68,16 @@ def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:
     return options
 
 
+def _conversion_words(o: ConvertOptions) -> str:
+    bits = f"{o.budget_bits:g} bits" if o.budget_bits is not None else None
+    return " ".join(filter(None, (o.scheme, o.method, o.layout, o.format, bits))) or "the default format"
+
+
 KINDS: dict[str, JobKind] = {
     "convert": JobKind(
         fields=_manifest_fields(ConvertOptions),
         options=_convert_options,
-        words=lambda o: " ".join(filter(None, (o.scheme, o.method, o.layout, o.format))) or "the default format",
+        words=_conversion_words,
         proof="SHA256SUMS",
         accepts=lambda proof: True,  # an output that fails its gates is not published
         is_exact=True,

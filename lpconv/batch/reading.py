@@ -213,7 +213,7 @@ def read_mapping(
     return fields
 
 
-_NOT_A_KEY = {"resume": "pass --resume on the command line instead"}
+_NOT_A_KEY = {"resume": "pass --resume on the command line instead", "bits": "did you mean `budget_bits`?"}
 
 
 def _keys_hint(known: Collection[str]) -> str:

@@ -158,6 +158,7 @@ class TestMistakes:
         [
             ({"fromat": "fp16"}, r"^jobs.json: jobs\[0\].fromat: unknown", "`format`"),
             ({"max-shard-sice": 1}, r"jobs\[0\].max-shard-sice: unknown", "`max_shard_size`"),
+            ({"bits": 3.7}, r"jobs\[0\].bits: unknown", "`budget_bits`"),
             ({"resume": True}, r"jobs\[0\].resume: unknown", "--resume"),
             ({"format": "fp61"}, r"jobs\[0\].format: .*`fp61`", "`fp16`"),
             ({"method": 3}, r"jobs\[0\].method: .* `3`", "quotes"),
