@@ -57,6 +57,6 @@ def verify(
     if result.passed or not json:  # otherwise the error's details hold the result
         print_result(result, verify_document, json=json)
     if not result.passed:
-        may_differ = result.level != "values" and options.against is not None
+        may_differ = result.level != "values" and options.against is not None and result.problems
         other = f"; if `{options.against}` is not its source, compare with --level values" if may_differ else ""
         raise VerificationError(failure_text(result), hint=f"do not use this output{other}", details=to_json(result))

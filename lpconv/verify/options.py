@@ -61,7 +61,7 @@ class VerifyOptions:
     detect: Annotated[
         float | None,
         Gt(0),
-        Option("Say how many questions or tokens show this drop of a score, or rise of the loss, with 80 % power"),
+        Option("Report how many questions, or windows of --data, show this drop of a score, or rise of the loss"),
     ] = None
     attestation: Annotated[
         Path | None,

@@ -209,6 +209,7 @@ class TestTheCommand:
         convert(str(source), output, ConvertOptions(verify="none", workers=1))
         assert verified(output, source, None).level == "logits"
         assert json.loads(lpconv("verify", output, "--json").stdout)["level"] == "hash"
+        assert "--level" not in lpconv("verify", output, "--against", source, "--gate", "sqnr>=999").stderr
         assert lpconv("verify", output, "--against", tmp_path / "nope").exit_code == 3
         assert lpconv("verify", output, "--against", "nope").exit_code == 3
 
