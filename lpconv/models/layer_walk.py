@@ -234,7 +234,7 @@ class _Run:
         self.product: Product | None = None
         self.output: Any = None
         self._forward, self._wanted = forward, wanted
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._is_stopped = False
         self._turn, self._answer = Semaphore(0), Semaphore(0)
         self._thread = Thread(target=self._work, daemon=True)
@@ -275,7 +275,7 @@ class _Run:
                 self.output = self._forward()
         except _Stopped:
             pass
-        except Exception as e:  # for the thread that waits
+        except BaseException as e:  # for the thread that waits
             self._error = e
         self._answer.release()
 

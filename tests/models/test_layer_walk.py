@@ -1,5 +1,6 @@
 """Layers of models that run one at a time: the same states as the model has inside."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -98,3 +99,17 @@ def test_a_layer_that_runs_several_times_is_refused() -> None:
     model = model_of("albert", {**_SIZES, "embedding_size": 16})
     with pytest.raises(UnsupportedError, match="`AlbertModel`"):
         LayerWalk(model, torch.arange(5, 29).view(2, 12), at_once=2)
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_an_error_in_a_layer_ends_the_run_and_its_threads(error: type[BaseException]) -> None:
+    model, ids = model_of("llama", MODELS["llama"]), torch.arange(5, 29).view(2, 12)
+    walk, before = LayerWalk(model, ids, at_once=1), threading.active_count()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    walk.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(error), LayerRun(walk, 0, (), held=1) as run:
+        run.finish()
+    assert threading.active_count() == before
