@@ -243,10 +243,10 @@ class _Run:
     def is_at_experts(self) -> bool:
         return self.product is not None and self.product.matrices[0].is_expert
 
-    def go_on(self) -> None:
-        """Run to the next wanted product or to the end. Does nothing before a product that is still wanted."""
+    def go_on(self) -> Any:
+        """Run to the next wanted product, or to the end. Return the output, None before the end."""
         if self.output is not None or (self.product is not None and not self._wanted.isdisjoint(self.product.matrices)):
-            return
+            return self.output
         if not self._thread.ident:
             self._thread.start()
         self.product = None
@@ -254,11 +254,6 @@ class _Run:
         self._answer.acquire()
         if self._error is not None:
             raise self._error
-
-    def output_at_end(self) -> Any:
-        """Run to the end, once no product is wanted any more."""
-        self.go_on()
-        assert self.output is not None
         return self.output
 
     def stop(self) -> None:
@@ -280,10 +275,9 @@ class _Run:
         self._answer.release()
 
     def _wait(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
-        product = Product.of(x, weight, self._wanted, is_transposed=is_transposed)
-        if product is None:
+        self.product = Product.of(x, weight, self._wanted, is_transposed=is_transposed)
+        if self.product is None:
             return
-        self.product = product
         self._answer.release()
         self._turn.acquire()
         if self._is_stopped:
@@ -314,22 +308,18 @@ class LayerRun:
 
     def next_matrices(self) -> tuple[Matrix, ...]:
         """The wanted matrices of the next weight, none at the end. No other batch comes to them later."""
-        runs = self._runs[: self._held]
-        for run in runs:
+        for run in self._runs[: self._held]:
             run.go_on()
         if any(run.is_at_experts for run in self._runs):
-            runs = self._runs
-            for run in runs:
+            for run in self._runs:
                 run.go_on()
-        waiting = [run.product.matrices for run in runs if run.product is not None]
+        waiting = [run.product.matrices for run in self._runs if run.product is not None]
         return min(waiting, key=lambda matrices: self._place[matrices[0]], default=())
 
     def has_same_inputs(self, matrices: tuple[Matrix, ...]) -> bool:
         """Whether these matrices, the next ones, have the inputs of the last products."""
         inputs = [run.product.x for run in self._runs if run.product is not None and run.product.matrices == matrices]
-        return len(inputs) == len(self._inputs) and all(
-            x is last() for x, last in zip(inputs, self._inputs, strict=True)
-        )
+        return [*map(id, inputs)] == [id(last()) for last in self._inputs]
 
     def products(self, matrices: tuple[Matrix, ...]) -> Iterator[tuple[int, Product]]:
         """The products with these matrices, and the number of the batch of each."""
@@ -358,7 +348,7 @@ class LayerRun:
     def finish(self) -> None:
         """Run to the end and keep the outputs as the states of the walk."""
         self._wanted.clear()
-        self._walk.leave(self._index, map(_Run.output_at_end, self._runs))
+        self._walk.leave(self._index, map(_Run.go_on, self._runs))
 
     def _begun(self, batch: Batch) -> _Run:
         return _Run(partial(self._walk.run, self._index, batch), self._wanted)
