@@ -105,5 +105,6 @@ def block_lists(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model: its longest list of blocks, or the model itself if it has none."""
-    return max(block_lists(model), key=len, default=[model])
+    """The repeated blocks of the model: its longest list of blocks, or else of modules, or the model itself."""
+    lists = block_lists(model) or [[*m] for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return max(lists, key=len, default=[model])

@@ -65,7 +65,7 @@ class TestRequest:
             ({"granularity": "mx", "scale": "exact"}, "power-of-two scales"),
             ({"method": "collage", "granularity": "row"}, "`collage`"),
             ({"method": "collage", "points_max": 2}, "`collage`"),
-            ({"method": "unit", "budget_bits": 9.0}, "`unit`"),
+            ({"method": "collage", "budget_bits": 9.0}, "`collage`"),
             ({"method": "multipoint", "granularity": "row"}, "`multipoint`"),
             ({"method": "multipoint", "budget_bits": 4.0}, " 4 bits .* int4"),
             ({"method": "multipoint", "budget_bits": math.nan}, "nan .* int4"),

@@ -22,7 +22,7 @@ from lpconv.inspect.headers import inspect
 from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions, FormatRule
 from tests.helpers.elsewhere import opens_elsewhere, run_script
-from tests.helpers.models import tiny
+from tests.helpers.models import tiny, with_demo_tokenizer
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FP8": {},
@@ -119,8 +119,9 @@ def ignored_by(path: Path) -> list[str]:
     ],
 )
 def test_half_of_the_experts_is_refused(layout: str, more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    source = with_demo_tokenizer(small("mixtral", tmp_path / "source", 2))
     with pytest.raises(UnsupportedError, match=said):
-        plan(str(small("mixtral", tmp_path / "source", 2)), tmp_path / "out", options_of(layout, **more))
+        plan(str(source), tmp_path / "out", options_of(layout, **more))
 
 
 @pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "fp8"])
