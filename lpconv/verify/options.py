@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
 from lpconv.options import Option, TrustRemoteCode, gate_option
 
@@ -60,7 +60,7 @@ class VerifyOptions:
     max_tokens: Annotated[int, Ge(1), Option("Largest number of tokens to read")] = 4096
     detect: Annotated[
         float | None,
-        Gt(0),
+        Ge(1e-6),  # less would need billions of windows
         Option("Report how many questions, or windows of --data, show this drop of a score, or rise of the loss"),
     ] = None
     attestation: Annotated[

@@ -181,6 +181,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --format e4m3fn --rounding gptq --calibrate demo --include *norm*": (4, " 8 bits"),
     "convert demo --format e4m3fn --rounding gptq --calibrate demo --include *norm* --dry-run": (4, " 8 bits"),
     "verify models/llama --against demo --tasks none.yaml": (3, "`none.yaml`"),
+    "verify out --against demo --data a.txt --detect 1e-300": (2, "--detect"),
     "verify out --against demo --gate nearest>=0.9": (2, "--level values"),
     "verify models/llama --tasks arc_easy": (2, "--tasks"),
     "verify models/llama --against demo --gate task:x:acc_drop<=0": (2, "answers"),
