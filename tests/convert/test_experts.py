@@ -50,13 +50,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def small(kind: str, folder: Path, num_layers: int = 1) -> Path:
+def small(kind: str, folder: Path, num_layers: int = 1, **changed: Any) -> Path:
     name, more, _ = MODELS[kind]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    cls(cls.config_class(**_SMALL | more | {"num_hidden_layers": num_layers})).to(torch.bfloat16).save_pretrained(
-        folder
-    )
+    config = cls.config_class(**_SMALL | more | {"num_hidden_layers": num_layers} | changed)
+    cls(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -119,7 +118,7 @@ def ignored_by(path: Path) -> list[str]:
     ],
 )
 def test_half_of_the_experts_is_refused(layout: str, more: dict[str, Any], said: str, tmp_path: Path) -> None:
-    source = with_demo_tokenizer(small("mixtral", tmp_path / "source", 2))
+    source = with_demo_tokenizer(small("mixtral", tmp_path / "source", 2, vocab_size=300))
     with pytest.raises(UnsupportedError, match=said):
         plan(str(source), tmp_path / "out", options_of(layout, **more))
 
