@@ -207,6 +207,7 @@ FINETUNE_GATES = GateTable[FinetuneResult](
         "accuracy_gap": _gap_metric("eval_accuracy_published"),
         "accuracy_gap_own": _gap_metric("eval_accuracy"),
         "accuracy_gap_fp32": _gap_metric("eval_accuracy_fp32"),
+        "update_kept": lambda result: result.update_kept,
         "skipped": lambda result: sum(r.num_skipped for r in result.runs if r.role == "run"),
     },
     example="loss_gap<=0.05",

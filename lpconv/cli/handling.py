@@ -24,7 +24,7 @@ from lpconv.report.printable import printable
 P = ParamSpec("P")
 # MB that a command's libraries need before it opens a model; with less, a container would kill it without a message.
 _LIBRARIES_MB = {
-    "advise": 500, "probe": 400, "bench": 400, "onnx": 500, "finetune": 500, "init": 500,
+    "advise": 500, "probe": 400, "bench": 400, "onnx": 500, "finetune": 500, "merge": 500, "init": 500,
 }  # fmt: skip
 # MB that importing torch maps (620 for a CPU build), for commands that use it. If the address space ends during that
 # import, some libraries abort the process, and others lose the error.

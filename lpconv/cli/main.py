@@ -20,7 +20,7 @@ from lpconv.version import __version__
 # By panel of the help. Each is a module in this package with a function or group of the same name.
 PANELS = {
     "Start here": ("demo", "advise", "inspect", "doctor"),
-    "Make it smaller": ("convert", "verify", "attest", "restore", "export"),
+    "Make it smaller": ("convert", "verify", "attest", "restore", "merge", "export"),
     "Train": ("finetune", "probe", "init"),
     "Measure and automate": ("bench", "report", "batch"),
 }

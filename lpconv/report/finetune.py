@@ -35,7 +35,7 @@ from lpconv.results import FinetuneResult, GapRecord, LossAllocation, MemoryPlan
 
 _WEIGHTS = {"": "", "_fp32": " of the weights in fp32", "_published": " of the published model"}
 _METRICS = {f"eval_{m}{end}": f"held-out {m}{of}" for m in ("loss", "accuracy") for end, of in _WEIGHTS.items()}
-_RECOVERED = {"held-out loss": "KL to the source", "held-out accuracy": "equal first choices"}
+_RECOVERED = {"held-out loss": "KL to the teacher", "held-out accuracy": "equal first choices"}
 _SHARES = tuple(metric for metric in _METRICS if "accuracy" in metric)
 # The three products of a linear layer, with the roles of their operands.
 _PRODUCTS = {
@@ -257,8 +257,9 @@ def _recovery_verdict(result: FinetuneResult) -> str:
         for s in run.evaluations
         if (metric := s.name.removesuffix("_published")) != s.name
     )
+    kept = "" if result.update_kept is None else f"The codes kept {share_text(result.update_kept, 1)} of the update. "
     return (
-        f"{plural(len(run.losses.steps), 'step')} towards {result.source} changed {' and '.join(changes)} on "
+        f"{kept}{plural(len(run.losses.steps), 'step')} towards {result.source} changed {' and '.join(changes)} on "
         f"held-out examples. The published model in fp32: {' and '.join(published)}."
     )
 
@@ -532,6 +533,10 @@ def _training_charts(result: FinetuneResult) -> list[Chart]:
         charts.append(line_chart("Loss scale, log2", words, [Line(series=series, colour=2)]))
     if run.updates:
         charts.append(_update_chart(run))
+    if run.kept_by_layer:
+        words = "Share of the adapter's change of the states after each layer; 1 is all of it."
+        layers = Series(name="kept", steps=tuple(range(len(run.kept_by_layer))), values=run.kept_by_layer)
+        charts.insert(0, line_chart("Update kept, by layer", words, [Line(series=layers, colour=0)]))
     return [p for p in charts if p is not None]
 
 

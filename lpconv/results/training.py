@@ -164,7 +164,8 @@ class RunRecord:
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without recording, `overhead` the time of
     recording divided by the other time. `seconds` is the wall time by activity since the last resumption. `notes` tell
-    the user how the model was opened.
+    the user how the model was opened. `kept_by_layer` is the share of an adapter's change of the states after each layer
+    that trained codes have.
     """
 
     role: RunRole
@@ -184,6 +185,7 @@ class RunRecord:
     fallbacks: dict[str, int] = field(default_factory=dict)
     held_out: tuple[EvaluationRecord, ...] = ()
     notes: tuple[str, ...] = ()
+    kept_by_layer: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for series in (self.losses, *self.evaluations):
@@ -282,6 +284,18 @@ class FinetuneResult(RunResult):
     held_out: tuple[HeldOutRecord, ...] = ()
     gates: tuple[GateRecord, ...] = ()
     card: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def update_kept(self) -> float | None:
+        """Share of an adapter's update that the codes have after training; None if there was no adapter.
+
+        1 - √(KL after / KL before), where KL is to the model with the adapter, on held-out text. KL grows with the
+        square of a small change of predictions, so the root compares changes.
+        """
+        if not any(r.kept_by_layer for r in self.runs):
+            return None
+        kl = next(h for h in self.held_out if h.metric == "eval_loss")
+        return 1 - math.sqrt(max(kl.after, 0.0) / kl.before) if kl.before > 0 else None
 
     def learned(self, role: str) -> bool | None:
         """Whether held-out metrics show that the runs of a role learned anything; None if they cannot tell.

@@ -10,6 +10,7 @@ from lpconv.report.document import failed_gates
 from lpconv.results import EvaluationRecord, FinetuneResult, GapRecord, HeldOutRecord, RunRecord, to_json
 from lpconv.student import detectable, t_quantile
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.recoverable import is_adapter
 
 Figures = tuple[float, ...]
 _FIGURES: dict[str, Callable[[EvaluationRecord], Figures]] = {
@@ -22,6 +23,8 @@ def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
     """The gates of a run. Raises UsageError for invalid gates and for those on metrics that it will not measure."""
     gates = tuple(map(FINETUNE_GATES.parse, options.gates))
     for gate in gates:
+        if gate.metric == "update_kept" and not (options.source and is_adapter(options.source)):
+            raise UsageError(f"gate `{gate.expression}` needs an adapter", hint="use `lpconv merge MODEL ADAPTER`")
         if "gap" in gate.metric and options.arithmetic.on_codes:
             raise UsageError(f"gate `{gate.expression}` does not apply to --recover", hint="use loss or accuracy")
         if "gap" in gate.metric and options.twin == "none":

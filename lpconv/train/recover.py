@@ -14,6 +14,9 @@ about the largest step of u, as a fraction of the distance between neighbouring 
 Beginning at the source's weights would undo error feedback in the first steps.
 
 Norms, biases and other tensors without codes keep the bits of the output.
+
+The teacher may also be the output with a LoRA adapter. Rounding the merged weights would lose an update that is small
+next to the step between codes, or add errors of a second rounding; trained scales have neither problem.
 """
 
 import math
@@ -58,6 +61,18 @@ class Distillation:
     def __init__(self, teacher: Any) -> None:
         self._teacher = teacher.eval().requires_grad_(False)
         self.agreement = math.nan
+
+    @torch.no_grad()
+    def kept_by_layer(self, start: Any, model: Any, batch: Mapping[str, Tensor]) -> tuple[float, ...]:
+        """Share of the way from `start` to the teacher that a model's states after each layer have gone.
+
+        1 - ‖h - t‖ / ‖s - t‖, for the states h of the model, s of the start and t of the teacher.
+        """
+        inputs = {name: x for name, x in batch.items() if name not in _NOT_FOR_MODELS}
+        bodies = (m.eval().base_model for m in (start, self._teacher, model))
+        states = (body(**inputs, output_hidden_states=True).hidden_states[1:] for body in bodies)
+        distances = ((float((x - t).norm()), float((s - t).norm())) for s, t, x in zip(*states, strict=True))
+        return tuple(1 - left / whole if whole else 1.0 for left, whole in distances)
 
     def attach(self, model: nn.Module) -> None:
         """Change the loss of a model. It then runs without dropout, as the teacher does."""
@@ -234,14 +249,17 @@ class Recovery:
     @classmethod
     def open(cls, start: Recoverable, task: Task, progress: Progress) -> Self:
         """Open the source as teacher. Raises InputError if the output is not a conversion of it."""
-        against = VerifyOptions(against=str(start.source.directory), level="weights")
-        checked = verify_output(start.output.directory, against, progress=progress)
-        if not checked.passed:
-            raise InputError(
-                f"`{start.output.origin.name}` is not what the source converts to: {checked.problems[0]}",
-                hint="pass the source that was converted to --source, or convert it again",
-            )
+        if start.adapter is None:
+            against = VerifyOptions(against=str(start.source.directory), level="weights")
+            checked = verify_output(start.output.directory, against, progress=progress)
+            if not checked.passed:
+                raise InputError(
+                    f"`{start.output.origin.name}` is not what the source converts to: {checked.problems[0]}",
+                    hint="pass the source that was converted to --source, or convert it again",
+                )
         teacher = open_to_train(task, start.source, seed=0).model
+        if start.adapter is not None:
+            start.adapter.merge_into(teacher)
         with quiet_transformers():
             coded = load(start.output, model_class=task.auto, resident=True, dtype=torch.float32, allow_missing=True)
         held = {n: p for n, p in coded.named_parameters() if isinstance(p, CodedTensor)}

@@ -1,6 +1,9 @@
 """Checks of `finetune --recover` and `--lora` before torch is imported: the output has codes, its source is here."""
 
+import os
+
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import CODED, FORMATS
@@ -12,7 +15,9 @@ from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions, FilledOp
 from lpconv.plan.settings import fill_options
 from lpconv.results import from_json
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import ADAPTER
 from lpconv.storage.staging import MARKER, is_output, is_trained, read_marker
+from lpconv.train.adapter import Adapter
 from lpconv.verify.reader import Recorded, read_output
 
 _HINT = "convert it with `lpconv convert`, for example with --format int4 --granularity group:32"
@@ -22,17 +27,24 @@ _HINT = "convert it with `lpconv convert`, for example with --format int4 --gran
 class Recoverable:
     """An output of `lpconv convert` to recover: its source, and the options to convert that with new codes.
 
-    `names` are the tensors that it stores as codes of few bits.
+    `names` are the tensors that it stores as codes of few bits. With `adapter`, the source is the output itself, and
+    the teacher that with the adapter.
     """
 
     output: Checkpoint
     source: Checkpoint
     options: ConvertOptions
     names: tuple[str, ...]
+    adapter: Adapter | None = None
+
+    @property
+    def teacher(self) -> str:
+        name = self.source.origin.name
+        return name if self.adapter is None else f"{name} with {self.adapter.folder.name}"
 
 
 def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
-    """Open the source of an output, by default the recorded one.
+    """Open the source of an output, by default the recorded one; or the adapter in the folder `source`.
 
     Raises UnsupportedError for outputs without codes that can be trained, InputError if the source is not found.
     """
@@ -63,7 +75,11 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         raise UnsupportedError(
             f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
         )
-    found = _open_source(output, source, recorded)
+    names, adapter, found = tuple(r.name for r in narrow), None, output
+    if source is not None and is_adapter(source):
+        adapter = Adapter.open(Path(source), stored_shapes(output), names)
+    else:
+        found = _open_source(output, source, recorded)
     options = replace(
         options,
         rounding=NEAREST,
@@ -75,7 +91,12 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         allow_missing=True,  # the output is published already
         force=True,
     )
-    return Recoverable(output=output, source=found, options=fill_options(options), names=tuple(r.name for r in narrow))
+    return Recoverable(output=output, source=found, options=fill_options(options), names=names, adapter=adapter)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a directory contains a PEFT adapter."""
+    return os.path.isfile(os.path.join(path, ADAPTER))
 
 
 def base_of_twin(model: Checkpoint, source: str | None) -> Checkpoint:

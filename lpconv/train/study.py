@@ -32,7 +32,16 @@ from lpconv.train.folder import (
     write_finished,
 )
 from lpconv.train.held_out import as_published, baselines
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, check_run, training_job, with_measured
+from lpconv.train.job import (
+    MEASURED_BATCHES,
+    TrainingJob,
+    TrainingRun,
+    check_run,
+    first_batches,
+    start_in_fp32,
+    training_job,
+    with_measured,
+)
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gap_records, held_out_records
@@ -85,7 +94,7 @@ def study(
             output=str(output),
             recipe=options.arithmetic.name,
             twin=options.twin_arithmetic.name + on_source if options.twin_arithmetic else None,
-            source=None if start is None else start.source.origin.name,
+            source=None if start is None else start.teacher,
             task=job.task.name,
             facts=_facts(job) | _critical_facts(job.options.critical, chosen),
             runs=runs,
@@ -140,6 +149,12 @@ def _train_all(
                     with clock.phase("publishing"):
                         figures = publish_model(output, job, work, finished, progress)
                 record = dataclasses.replace(record, evaluations=(*record.evaluations, *figures))
+                if job.recovery is not None and job.recovery.start.adapter is not None:
+                    model = finished.prepared.model
+                    (batch,) = first_batches(job, job.stream(seed, held_out=True), 1, model.device)
+                    start = start_in_fp32(dataclasses.replace(job, recovery=None), seed).to(model.device)
+                    kept = job.recovery.distillation.kept_by_layer(start, model, batch)
+                    record = dataclasses.replace(record, kept_by_layer=kept)
                 if is_main:
                     write_finished(work.folder, record)
                 del finished
@@ -182,7 +197,7 @@ def _facts(job: TrainingJob) -> dict[str, str]:
     recovery = job.recovery
     return {
         "Model": job.checkpoint.origin.resolved,
-        **({} if recovery is None else {"Source": recovery.start.source.origin.resolved}),
+        **({} if recovery is None else {"Source" if recovery.start.adapter is None else "Teacher": recovery.start.teacher}),
         "Task": f"{job.task.name}: {job.loss}",
         "Data": job.examples.words,
         "Steps": f"{o.steps}, each of {batches}{plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens"

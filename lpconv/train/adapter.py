@@ -1,0 +1,90 @@
+"""Read a LoRA adapter in PEFT's format and add it to a model: W + (α/r) B A (Hu et al. 2021, arXiv 2106.09685)."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.report.numbers import code_list
+from lpconv.storage.contents import ADAPTER, read_json
+from lpconv.storage.header import read_header
+
+_FILE = "adapter_model.safetensors"
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# Settings that say nothing about the product, or that `Adapter.scale` and the tensors account for.
+_KNOWN = {
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
+    "peft_type", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # of `init_lora_weights` that leave W as it is
+_HINT = "merge it with PEFT's merge_and_unload, and convert the result"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter for the linear layers `modules`."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    modules: tuple[str, ...]
+
+    @classmethod
+    def open(cls, folder: Path, shapes: Mapping[str, tuple[int, ...]], coded: Collection[str]) -> Self:
+        """Check an adapter, from its config and header alone, for a model with weights of `shapes`.
+
+        Raises UnsupportedError for another kind of adapter, and if it changes weights other than those in `coded`;
+        InputError if its files are damaged or belong to another model.
+        """
+        config = read_json(folder / ADAPTER)
+        if not (folder / _FILE).is_file():
+            raise InputError(f"`{folder}` has no {_FILE}", hint="save the adapter with PEFT's save_pretrained")
+        unknown = sorted(n for n, x in config.items() if n not in _KNOWN and x and (n, x) != ("bias", "none"))
+        if config.get("init_lora_weights") not in _STARTS:
+            unknown.append("init_lora_weights")
+        if config.get("peft_type") != "LORA" or unknown:
+            what = f"sets {code_list(unknown)}" if unknown else f"is of type {config.get('peft_type')}"
+            raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
+        stored = {n.removeprefix(_PREFIX): i.shape for n, i in read_header(folder / _FILE).tensors.items()}
+        modules = [n.removesuffix(_A) for n in stored if n.endswith(_A)]
+        odd = stored.keys() - {n + end for n in modules for end in (_A, _B)} or {n + _B for n in modules} - stored.keys()
+        if odd or not modules:
+            what = code_list(sorted(odd)) if odd else "no matrices"
+            raise UnsupportedError(f"the adapter `{folder.name}` has {what} besides pairs of A and B", hint=_HINT)
+        for n in modules:
+            weight = next((x for x in shapes if _is_weight(x, n)), None)
+            (rank, inputs), (outputs, again) = stored[n + _A], stored[n + _B]
+            if weight is None or {*shapes[weight]} != {inputs, outputs} or rank != again:
+                raise InputError(
+                    f"the adapter `{folder.name}` changes `{n}`, and the model has no such layer of its shape",
+                    hint="pass the adapter of this model",
+                )
+            if weight not in coded:
+                raise UnsupportedError(
+                    f"the adapter `{folder.name}` changes `{weight}`, which is not stored as codes", hint=_HINT
+                )
+        return cls(folder=folder, config=config, modules=tuple(modules))
+
+    def scale(self, rank: int) -> float:
+        """The factor of B A. PEFT divides by √r for rank-stabilised LoRA (Kalajdzievski 2023, arXiv 2312.03732)."""
+        return float(self.config["lora_alpha"]) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def merge_into(self, model: Any) -> None:
+        """Add the products to the weights of a model in fp32."""
+        from safetensors.torch import load_file
+        from torch import nn
+
+        tensors, layers = load_file(self.folder / _FILE), dict(model.named_modules())
+        for name in self.modules:
+            a, b = (tensors[_PREFIX + name + end].float() for end in (_A, _B))
+            layer = layers.get(name) or next(x for n, x in layers.items() if _is_weight(f"{n}.weight", name))
+            update = (b @ a).mul_(self.scale(len(a)))
+            layer.weight.data += update if isinstance(layer, nn.Linear) else update.T  # Conv1D stores Wᵀ
+
+
+def _is_weight(weight: str, module: str) -> bool:
+    """Whether a tensor is the weight of a module. transformers may add a prefix to names or remove it."""
+    name = f"{module}.weight"
+    return f".{weight}".endswith(f".{name}") or f".{name}".endswith(f".{weight}")
