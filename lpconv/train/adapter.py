@@ -49,7 +49,9 @@ class Adapter:
             raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
         stored = {n.removeprefix(_PREFIX): i.shape for n, i in read_header(folder / _FILE).tensors.items()}
         modules = [n.removesuffix(_A) for n in stored if n.endswith(_A)]
-        odd = stored.keys() - {n + end for n in modules for end in (_A, _B)} or {n + _B for n in modules} - stored.keys()
+        odd = (
+            stored.keys() - {n + end for n in modules for end in (_A, _B)} or {n + _B for n in modules} - stored.keys()
+        )
         if odd or not modules:
             what = code_list(sorted(odd)) if odd else "no matrices"
             raise UnsupportedError(f"the adapter `{folder.name}` has {what} besides pairs of A and B", hint=_HINT)

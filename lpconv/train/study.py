@@ -197,7 +197,11 @@ def _facts(job: TrainingJob) -> dict[str, str]:
     recovery = job.recovery
     return {
         "Model": job.checkpoint.origin.resolved,
-        **({} if recovery is None else {"Source" if recovery.start.adapter is None else "Teacher": recovery.start.teacher}),
+        **(
+            {}
+            if recovery is None
+            else {"Source" if recovery.start.adapter is None else "Teacher": recovery.start.teacher}
+        ),
         "Task": f"{job.task.name}: {job.loss}",
         "Data": job.examples.words,
         "Steps": f"{o.steps}, each of {batches}{plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens"

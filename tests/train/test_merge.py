@@ -1,0 +1,230 @@
+"""Merging adapters: the product, what codes keep of it, and adapters that are refused."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import lpconv
+from lpconv.data import demo_text
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
+from lpconv.layouts.reader import stored_shapes
+from lpconv.progress import Silent
+from lpconv.results import FinetuneResult
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import read_json
+from lpconv.train.adapter import Adapter
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
+from lpconv.train.recover import Distillation
+from lpconv.train.run import finetune
+from lpconv.verify.options import VerifyOptions
+from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import converted_demo, run_cli
+from tests.helpers.models import IDS, tiny_model
+
+FORMS: dict[str, dict[str, Any]] = {
+    "int4": {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"},
+    "NVFP4": {"scheme": "NVFP4A16"},
+}
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def outputs(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return converted_demo(tmp_path_factory.mktemp("forms"), FORMS)
+
+
+@pytest.fixture(scope="module")
+def adapter(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained adapter of every linear layer but the head."""
+    folder, how = tmp_path_factory.mktemp("adapter") / "lora", arithmetic(lora=4, precision="fp32")
+    options = FinetuneOptions(arithmetic=how, steps=12, batch_size=8, seq_len=64, eval_batches=2, lr=3e-3, twin="none")
+    finetune(str(outputs["int4"]), folder, options)
+    return folder
+
+
+def _write(folder: Path, model: nn.Module, *, std: float, **settings: Any) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.ndim == 2 and name.startswith(("model.layers.", "transformer.h.")):
+            shape = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
+            for end, size in (("A", (4, shape[1])), ("B", (shape[0], 4))):
+                tensors[f"base_model.model.{name}.lora_{end}.weight"] = (
+                    torch.randn(size, generator=generator) * std**0.5
+                )
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "bias": "none", "task_type": "CAUSAL_LM"}
+    modules = sorted({n.split(".")[-3] for n in tensors})
+    (folder / CONFIG).write_text(json.dumps({**config, "target_modules": modules, **settings}))
+    return folder
+
+
+def _merge(base: Path, adapter: Path, output: Path, **more: Any) -> FinetuneResult:
+    small: dict[str, Any] = {"steps": 2, "batch_size": 2, "seq_len": 16, "eval_batches": 2}
+    how = arithmetic(recover=True, precision="fp32")
+    return finetune(str(base), output, FinetuneOptions(arithmetic=how, source=str(adapter), **(small | more)))
+
+
+def _logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=IDS).logits
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_alpha": 3}])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_merged_weight_is_that_of_the_formula_and_of_peft(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(family)
+    folder = _write(tmp_path / "lora", model, std=0.1, fan_in_fan_out=family == "gpt2", **settings)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    shapes = {n: tuple(p.shape) for n, p in before.items()}
+    Adapter.open(folder, shapes, shapes).merge_into(model)
+
+    factor = settings.get("lora_alpha", 4) / (2 if "use_rslora" in settings else 4)
+    tensors, num_changed = load_file(folder / WEIGHTS), 0
+    for name, p in model.named_parameters():
+        pair = [f"base_model.model.{name.removesuffix('.weight')}.lora_{end}.weight" for end in "AB"]
+        wanted = before[name].double()
+        if pair[0] in tensors:
+            update = factor * (tensors[pair[1]].double() @ tensors[pair[0]].double())
+            wanted += update.T if family == "gpt2" else update
+        torch.testing.assert_close(p.double(), wanted, rtol=1e-6, atol=1e-6)
+        num_changed += not torch.equal(p, before[name])
+    assert num_changed == len(tensors) // 2 > 0
+
+    peft = pytest.importorskip("peft")
+    plain = tiny_model(family)
+    plain.load_state_dict(before, strict=False)
+    theirs = peft.PeftModel.from_pretrained(plain, folder)
+    torch.testing.assert_close(_logits(theirs), _logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_or_codes_approach_the_model_with_the_adapter(
+    form: str, outputs: dict[str, Path], adapter: Path, tmp_path: Path
+) -> None:
+    lr, steps = (None, 40) if form == "int4" else (0.4, 2)  # codes need more steps to approach it
+    result = _merge(outputs[form], adapter, tmp_path / "out", steps=steps, lr=lr, batch_size=8, seq_len=64)
+    start, wanted, got = (lpconv.load(p, dtype=torch.float32) for p in (outputs[form], outputs[form], tmp_path / "out"))
+    shapes = stored_shapes(Checkpoint.open(outputs[form]))
+    Adapter.open(adapter, shapes, shapes).merge_into(wanted)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(outputs[form])
+    ids = torch.tensor(tokenizer(demo_text("heldout").read_text())["input_ids"][:512]).view(4, 128)
+    with torch.no_grad():
+        s, t, h = (m(ids).logits.double().log_softmax(-1) for m in (start, wanted, got))
+    before, after = (float((t.exp() * (t - x)).sum(-1).mean()) for x in (s, h))
+    assert result.update_kept is not None
+    (kept,) = (r.kept_by_layer for r in result.runs)
+    assert len(kept) == start.config.num_hidden_layers
+    if form == "int4":
+        assert after < 0.5 * before
+        assert result.update_kept == pytest.approx(1 - math.sqrt(after / before), abs=0.1)
+
+    stored = [load_file(x / "model.safetensors") for x in (outputs[form], tmp_path / "out")]
+    changed = {n for n, x in stored[0].items() if not torch.equal(x.view(torch.uint8), stored[1][n].view(torch.uint8))}
+    assert changed
+    assert all(n.endswith("_scale" if form == "int4" else "_packed") for n in changed)
+    assert verify_output(tmp_path / "out", VerifyOptions(), progress=Silent()).passed
+
+
+def test_states_of_layers_are_compared_in_fp64(adapter: Path, outputs: dict[str, Path]) -> None:
+    start, teacher, halfway = (lpconv.load(outputs["int4"], dtype=torch.float32) for _ in range(3))
+    shapes = stored_shapes(Checkpoint.open(outputs["int4"]))
+    opened = Adapter.open(adapter, shapes, shapes)
+    opened.merge_into(teacher)
+    with torch.no_grad():
+        for p, q in zip(halfway.parameters(), teacher.parameters(), strict=True):
+            p.add_(q).div_(2)
+    batch = {"input_ids": IDS, "labels": IDS}
+    distillation = Distillation(teacher)
+    assert distillation.kept_by_layer(start, start, batch) == (0.0,) * start.config.num_hidden_layers
+    assert distillation.kept_by_layer(start, teacher, batch) == (1.0,) * start.config.num_hidden_layers
+    got = distillation.kept_by_layer(start, halfway, batch)
+    with torch.no_grad():
+        s, t, h = (
+            m.double().model(IDS, output_hidden_states=True).hidden_states[1:] for m in (start, teacher, halfway)
+        )
+    for layer, share in enumerate(got):
+        assert share == pytest.approx(1 - float((h[layer] - t[layer]).norm() / (s[layer] - t[layer]).norm()), abs=1e-4)
+
+
+def test_the_command_merges_and_its_gate_decides(outputs: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 200)
+    words = ["merge", outputs["int4"], adapter, "--data", text, "--steps", "1", "--seq-len", "16", "--batch-size", "2"]
+    done = run_cli(*map(str, words), "-o", str(tmp_path / "out"), "--gate", "update_kept>=0.99", "--json")
+    assert done.returncode == 5, done.stderr
+    document = json.loads(done.stdout)
+    assert [g["passed"] for g in document["error"]["details"]["result"]["gates"]] == [False]
+    assert read_json(tmp_path / "out" / "report.json")["source"].endswith("with lora")
+
+
+def _edit(**settings: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = read_json(folder / CONFIG)
+        (folder / CONFIG).write_text(json.dumps({**config, **settings}))
+
+    return change
+
+
+def _rename(old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = {n.replace(old, new): x for n, x in load_file(folder / WEIGHTS).items()}
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], type[LpconvError]]] = {
+    "DoRA": (_edit(use_dora=True), UnsupportedError),
+    "another kind": (_edit(peft_type="IA3"), UnsupportedError),
+    "trained biases": (_edit(bias="all"), UnsupportedError),
+    "other factors by layer": (_edit(alpha_pattern={"q_proj": 8}), UnsupportedError),
+    "a start that changes the base": (_edit(init_lora_weights="pissa"), UnsupportedError),
+    "a setting from the future": (_edit(new_kind={"a": 1}), UnsupportedError),
+    "magnitudes": (_rename("layers.0.mlp.up_proj.lora_B", "layers.0.mlp.up_proj.lora_magnitude"), UnsupportedError),
+    "the head": (_rename("model.layers.0.self_attn.q_proj", "lm_head"), LpconvError),
+    "another model": (_rename("self_attn", "attention"), InputError),
+    "another size": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj"), InputError),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), InputError),
+    "a damaged header": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 64), InputError),
+}
+
+
+def _write_over(folder: Path, module: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[f"base_model.model.{module}.lora_A.weight"] = torch.zeros(4, 3)
+    save_file(tensors, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_cannot_be_merged_are_refused(
+    case: str, outputs: dict[str, Path], adapter: Path, tmp_path: Path
+) -> None:
+    change, error = REFUSED[case]
+    folder = Path(shutil.copytree(adapter, tmp_path / "lora"))
+    change(folder)
+    with pytest.raises(error):
+        _merge(outputs["int4"], folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gate_on_the_update_needs_an_adapter(outputs: dict[str, Path], tmp_path: Path) -> None:
+    how = arithmetic(recover=True)
+    with pytest.raises(UsageError, match="adapter"):
+        finetune(str(outputs["int4"]), tmp_path / "out", FinetuneOptions(arithmetic=how, gates=("update_kept>=0.9",)))
