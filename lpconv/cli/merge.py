@@ -44,7 +44,7 @@ def merge(
     if not is_adapter(adapter):
         raise InputError(f"`{adapter}` has no adapter_config.json", hint="pass the folder of a PEFT adapter")
     options = FinetuneOptions(
-        arithmetic=arithmetic(recover=True, precision="fp32"), source=adapter, data=data, steps=steps, batch_size=batch_size, seq_len=seq_len,
-        gates=gates or (), resume=resume, force=force,
+        arithmetic=arithmetic(recover=True, precision="fp32"), source=adapter, data=data, steps=steps,
+        batch_size=batch_size, seq_len=seq_len, gates=gates or (), resume=resume, force=force,
     )  # fmt: skip
     finetune(path, output=output, options=options, json=json, quiet=quiet)

@@ -164,8 +164,8 @@ class RunRecord:
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without recording, `overhead` the time of
     recording divided by the other time. `seconds` is the wall time by activity since the last resumption. `notes` tell
-    the user how the model was opened. `kept_by_layer` is the share of an adapter's change of the states after each layer
-    that trained codes have.
+    the user how the model was opened. `kept_by_layer` is the share of an adapter's change of the states after each
+    layer that trained codes have.
     """
 
     role: RunRole

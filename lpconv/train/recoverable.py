@@ -1,7 +1,6 @@
 """Checks of `finetune --recover` and `--lora` before torch is imported: the output has codes, its source is here."""
 
 import os
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
