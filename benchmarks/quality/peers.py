@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a pack
     "MXFP4": ("--scheme MXFP4A16", "mxfp4", 32),
     "int4 g128": (f"{_INT4}:128", "int4", 128),
     "FP8 rows": ("--scheme FP8_DYNAMIC", "fp8", None),
+    **{f"{n:g} bits": (f"--bits {n:g}", "", None) for n in (2.5, 3, 3.5, 4, 4.5, 6)},
 }
 VARIANTS = {  # run only if named by --rounding
     **{f"{name}, search": f"{GPTAQ} {SEARCH}" for name in QRONOS},
@@ -64,6 +65,7 @@ OURS = {
     "search": SEARCH,
     "gptq": GPTQ,
     "gptq, search": f"{GPTQ} {SEARCH}",
+    "gptaq": GPTAQ,
     "gptaq, search": f"{GPTAQ} {SEARCH}",
     "gptaq, search, recover": f"{GPTAQ} {SEARCH}",  # followed by `lpconv finetune --recover`, 200 steps on the plays
     **VARIANTS,
@@ -224,6 +226,8 @@ def wanted_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             peer, _ = THEIRS.get(rounding, ("", ""))
             if (peer == "gptqmodel" and "int4" not in layout) or (peer == "auto-round" and "FP8" in layout):
                 continue  # the package has no calibrated rounding for this layout
+            if layout.endswith("bits") and rounding not in ("nearest", "gptq", "gptaq"):
+                continue  # one step per tensor, which fills the budget
             seeds = (
                 args.seed if "--rounding" in OURS.get(rounding, "") else [None] if rounding in OURS else args.seed[:1]
             )
