@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import typer
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from lpconv.cli.command import Json, Quiet, Target
 from lpconv.options import Force, Option, Resume, gate_option
@@ -19,6 +19,7 @@ def merge(
     steps: Annotated[int, Ge(1), Option("Number of optimizer steps")] = 200,
     batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8,
     seq_len: Annotated[int | None, Ge(2), Option("Number of tokens per sequence", default="128")] = None,
+    lr: Annotated[float, Gt(0), Option("Peak learning rate", example="0.06")] = 0.06,
     gates: Annotated[
         tuple[str, ...],
         gate_option("Fail with exit code 5 unless this holds, such as 'update_kept>=0.9'", kind="finetune"),
@@ -44,7 +45,7 @@ def merge(
     if not is_adapter(adapter):
         raise InputError(f"`{adapter}` has no adapter_config.json", hint="pass the folder of a PEFT adapter")
     options = FinetuneOptions(
-        arithmetic=arithmetic(recover=True, precision="fp32"), source=adapter, data=data, steps=steps,
+        arithmetic=arithmetic(recover=True, precision="fp32"), source=adapter, data=data, steps=steps, lr=lr,
         batch_size=batch_size, seq_len=seq_len, gates=gates or (), resume=resume, force=force,
     )  # fmt: skip
     finetune(path, output=output, options=options, json=json, quiet=quiet)

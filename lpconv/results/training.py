@@ -1,6 +1,7 @@
 """Records of training: `lpconv finetune` and `lpconv probe`."""
 
 import math
+import statistics
 from dataclasses import dataclass, field
 
 from lpconv.results.documents import Result, RunResult, RunRole, TensorRole
@@ -164,8 +165,9 @@ class RunRecord:
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without recording, `overhead` the time of
     recording divided by the other time. `seconds` is the wall time by activity since the last resumption. `notes` tell
-    the user how the model was opened. `kept_by_layer` is the share of an adapter's change of the states after each
-    layer that trained codes have.
+    the user how the model was opened. `update_kept` is the share of an adapter's update that trained codes have: 1 -
+    √(KL after / KL before), where KL is to the model with the adapter, on held-out text, and the root is taken because
+    KL grows with the square of a small change. `kept_by_layer` is the share of its change of the states after layers.
     """
 
     role: RunRole
@@ -185,6 +187,7 @@ class RunRecord:
     fallbacks: dict[str, int] = field(default_factory=dict)
     held_out: tuple[EvaluationRecord, ...] = ()
     notes: tuple[str, ...] = ()
+    update_kept: float | None = None
     kept_by_layer: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -287,15 +290,9 @@ class FinetuneResult(RunResult):
 
     @property
     def update_kept(self) -> float | None:
-        """Share of an adapter's update that the codes have after training; None if there was no adapter.
-
-        1 - √(KL after / KL before), where KL is to the model with the adapter, on held-out text. KL grows with the
-        square of a small change of predictions, so the root compares changes.
-        """
-        if not any(r.kept_by_layer for r in self.runs):
-            return None
-        kl = next(h for h in self.held_out if h.metric == "eval_loss")
-        return 1 - math.sqrt(max(kl.after, 0.0) / kl.before) if kl.before > 0 else None
+        """Mean share of an adapter's update that the codes have; None if it was not measured."""
+        kept = [r.update_kept for r in self.runs if r.update_kept is not None]
+        return statistics.fmean(kept) if kept else None
 
     def learned(self, role: str) -> bool | None:
         """Whether held-out metrics show that the runs of a role learned anything; None if they cannot tell.

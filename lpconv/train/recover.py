@@ -15,12 +15,14 @@ Beginning at the source's weights would undo error feedback in the first steps.
 
 Norms, biases and other tensors without codes keep the bits of the output.
 
-The teacher may also be the output with a LoRA adapter. Rounding the merged weights would lose an update that is small
-next to the step between codes, or add errors of a second rounding; trained scales have neither problem.
+The teacher may also be the output with a LoRA adapter. Training then starts from its own codes, or from the merged
+weights rounded again with error feedback, whichever is closer to the teacher: rounding adds more errors than a small
+update is worth, and scales cannot follow a large one.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -30,16 +32,22 @@ from torch import Tensor, nn
 
 from lpconv.convert.feedback import stored_parts
 from lpconv.convert.run import convert
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.codes import nearest_code_
-from lpconv.formats.spec import Format
+from lpconv.formats.grains import get_grain
+from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Form, Side, Stored
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
 from lpconv.models.tasks import Task
+from lpconv.models.tokenizer import read_tokenizer
+from lpconv.plan.files import copy_side_files, model_side_files
+from lpconv.plan.options import GPTAQ
+from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress, quiet_transformers
+from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.train.recoverable import Recoverable
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
@@ -59,8 +67,18 @@ class Distillation:
     """
 
     def __init__(self, teacher: Any) -> None:
-        self._teacher = teacher.eval().requires_grad_(False)
+        self.teacher = teacher.eval().requires_grad_(False)
         self.agreement = math.nan
+
+    @torch.no_grad()
+    def divergence(self, model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
+        """Mean divergence of a model over equally large batches."""
+        total = []
+        for batch in batches:
+            inputs = {name: x for name, x in batch.items() if name not in _NOT_FOR_MODELS}
+            got, wanted = (m.eval()(**inputs).logits.flatten(0, 1) for m in (model, self.teacher))
+            total.append(float(_Divergence.apply(got, wanted)[0]))  # type: ignore[no-untyped-call]
+        return statistics.fmean(total)
 
     @torch.no_grad()
     def kept_by_layer(self, start: Any, model: Any, batch: Mapping[str, Tensor]) -> tuple[float, ...]:
@@ -69,7 +87,7 @@ class Distillation:
         1 - ‖h - t‖ / ‖s - t‖, for the states h of the model, s of the start and t of the teacher.
         """
         inputs = {name: x for name, x in batch.items() if name not in _NOT_FOR_MODELS}
-        bodies = (m.eval().base_model for m in (start, self._teacher, model))
+        bodies = (m.eval().base_model for m in (start, self.teacher, model))
         states = (body(**inputs, output_hidden_states=True).hidden_states[1:] for body in bodies)
         distances = ((float((x - t).norm()), float((s - t).norm())) for s, t, x in zip(*states, strict=True))
         return tuple(1 - left / whole if whole else 1.0 for left, whole in distances)
@@ -81,7 +99,7 @@ class Distillation:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         with torch.no_grad():
-            wanted = self._teacher.to(output.logits.device)(*args, **kwargs).logits
+            wanted = self.teacher.to(output.logits.device)(*args, **kwargs).logits
         width = wanted.shape[-1]
         output.loss, same = _Divergence.apply(  # type: ignore[no-untyped-call]  # torch leaves apply untyped
             output.logits.reshape(-1, width), wanted.reshape(-1, width)
@@ -245,6 +263,7 @@ class Recovery:
     grids: Mapping[str, Grid]
     codes: Mapping[str, Side]
     scales: Mapping[str, tuple[Stored, Tensor]]
+    words: str = ""
 
     @classmethod
     def open(cls, start: Recoverable, task: Task, progress: Progress) -> Self:
@@ -260,21 +279,63 @@ class Recovery:
         teacher = open_to_train(task, start.source, seed=0).model
         if start.adapter is not None:
             start.adapter.merge_into(teacher)
+        return cls._of(start, Distillation(teacher), start.output, task)
+
+    @classmethod
+    def _of(cls, start: Recoverable, distillation: Distillation, output: Openable, task: Task) -> Self:
+        """A recovery that starts from the codes of `output`."""
         with quiet_transformers():
-            coded = load(start.output, model_class=task.auto, resident=True, dtype=torch.float32, allow_missing=True)
+            coded = load(output, model_class=task.auto, resident=True, dtype=torch.float32, allow_missing=True)
         held = {n: p for n, p in coded.named_parameters() if isinstance(p, CodedTensor)}
         stored = {n: p for n, p in held.items() if {piece.form.name for piece in p.pieces} <= {*start.names}}
         codes = {piece.form.name: piece.parts for p in stored.values() for piece in p.pieces}
         return cls(
             start=start,
-            distillation=Distillation(teacher),
+            distillation=distillation,
             grids={n: Grid(pieces=tuple(map(_with_scales, p.pieces))) for n, p in stored.items()},
             codes=codes,
             scales=_fine_scales(stored.values()),
         )
 
+    def from_merged(
+        self, task: Task, batches: Sequence[Mapping[str, Tensor]], folder: Path, progress: Progress
+    ) -> Self:
+        """The recovery that starts from the merged weights rounded again, if that is closer to the teacher on `batches`.
+
+        They are rounded with error feedback on the tokens of the batches. Files in `folder` are reused.
+        """
+        text, merged, output = folder / "text.txt", folder / "merged", folder / "rounded"
+        tokenizer, teacher = read_tokenizer(self.start.output.directory), self.distillation.teacher
+        text.parent.mkdir(parents=True, exist_ok=True)
+        windows = (ids for batch in batches for ids in batch["input_ids"])
+        text.write_text("\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in windows), encoding="utf-8")
+        if not (merged / "config.json").exists():
+            with quiet_transformers():
+                teacher.save_pretrained(merged)
+            copy_side_files(merged, self.start.output, model_side_files(self.start.output), renamed={})
+        options, grain = self.start.options, get_grain(self.start.options.granularity)
+        is_searched = grain is not None and grain.is_searched(FORMATS[options.format or ""])
+        more: dict[str, Any] = {"scale": "search"} if is_searched else {}
+        asked = replace(options, rounding=GPTAQ, calibrate=str(text), resume=True, force=False, **more)
+        try:
+            convert(str(merged), output, fill_options(asked), progress=progress)
+        except UnsupportedError as e:
+            progress.message(f"training starts from the codes of `{self.start.output.origin.name}`: {e}")
+            return self
+        other = self._of(self.start, self.distillation, output, task)
+        own, new = (self.distillation.divergence(open_to_train(task, Checkpoint.open(x), seed=0).model, batches)
+                    for x in (self.start.output.directory, output))  # fmt: skip
+        words = f"merged weights, rounded with error feedback (KL {new:.3g} to the teacher; old codes {own:.3g})"
+        old = f"old codes (KL {own:.3g} to the teacher; merged weights, rounded with error feedback, {new:.3g})"
+        return replace(other, words=words) if new < own else replace(self, words=old)
+
+    @torch.no_grad()
     def optimizer(self, model: nn.Module, **settings: Any) -> "GridAdamW":
-        """The optimizer of the coded parameters of `model`, which hold numbers of their grids."""
+        """The optimizer of the coded parameters of `model`, which get the numbers of the codes to start from."""
+        for name, grid in self.grids.items() if self.words else ():
+            values = [Codes.from_form(p.form, self.codes[p.form.name]).part(p.start, p.stop) for p in grid.pieces]
+            flat = torch.cat([x.decode_to(torch.empty(len(x))) for x in values])
+            (p := model.get_parameter(name)).copy_(flat.view(p.shape))
         trained = {p: self.grids[n].to(p.device) for n, p in model.named_parameters() if n in self.grids}
         for p in model.parameters():
             p.requires_grad_(p in trained)

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.models.objective import Objective
@@ -24,6 +27,7 @@ from lpconv.storage.partfile import write_small
 from lpconv.train.folder import (
     PAGE,
     REPORT,
+    RUNS,
     asked_for,
     held_folder,
     read_finished,
@@ -51,6 +55,8 @@ from lpconv.train.recover import Recovery
 from lpconv.train.recoverable import Recoverable
 from lpconv.train.trainer import Clock
 from lpconv.train.watch import watches_run, watches_twin
+
+_CALIBRATED = 16  # batches on which the merged weights of an adapter are rounded
 
 
 def study(
@@ -85,6 +91,11 @@ def study(
         wait_for_all()
         with clock.phase("measuring inputs"):
             job, chosen = with_measured(job)
+        if job.recovery is not None and job.recovery.start.adapter is not None:
+            with clock.phase("rounding the merged weights"):
+                batches = first_batches(job, job.stream(options.seed, held_out=False), _CALIBRATED, torch.device("cpu"))
+                recovery = job.recovery.from_merged(job.task, batches, output / RUNS / "merged", progress)
+                job = dataclasses.replace(job, recovery=recovery)
         runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
         held_out = job.stream(0, held_out=True)
@@ -150,11 +161,7 @@ def _train_all(
                         figures = publish_model(output, job, work, finished, progress)
                 record = dataclasses.replace(record, evaluations=(*record.evaluations, *figures))
                 if job.recovery is not None and job.recovery.start.adapter is not None:
-                    model = finished.prepared.model
-                    (batch,) = first_batches(job, job.stream(seed, held_out=True), 1, model.device)
-                    start = start_in_fp32(dataclasses.replace(job, recovery=None), seed).to(model.device)
-                    kept = job.recovery.distillation.kept_by_layer(start, model, batch)
-                    record = dataclasses.replace(record, kept_by_layer=kept)
+                    record = _with_kept(job, record, finished.prepared.model)
                 if is_main:
                     write_finished(work.folder, record)
                 del finished
@@ -162,6 +169,20 @@ def _train_all(
             done.append(record)
         records += done
     return tuple(records)
+
+
+def _with_kept(job: TrainingJob, record: RunRecord, model: Any) -> RunRecord:
+    """The record of a merge with the share of the adapter's update that the trained model has."""
+    assert job.recovery is not None
+    batches = first_batches(job, job.stream(record.seed, held_out=True), job.options.eval_batches, model.device)
+    start = start_in_fp32(dataclasses.replace(job, recovery=None), record.seed).to(model.device)
+    before = job.recovery.distillation.divergence(start, batches)
+    after = next(s.values[-1] for s in record.evaluations if s.name == "eval_loss_published")
+    return dataclasses.replace(
+        record,
+        update_kept=1 - math.sqrt(max(after, 0.0) / before) if before > 0 else None,
+        kept_by_layer=job.recovery.distillation.kept_by_layer(start, model, batches[0]),
+    )
 
 
 def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
@@ -211,6 +232,7 @@ def _facts(job: TrainingJob) -> dict[str, str]:
             "%", " %"
         ),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
+        **({"Start": recovery.words} if recovery is not None and recovery.words else {}),
         **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }
 
