@@ -4,6 +4,7 @@ OUT/finetune.json          the options; marks the folder as lpconv's
 OUT/metrics.jsonl          a row per step of the run (of the first seed), continued by a resumed run; step 0 is the
                            evaluation before training
 OUT/runs/NAME/             metrics of the other runs, checkpoints for resuming, and run.json once a run is finished
+OUT/runs/merged/           the merged weights of an adapter, and their codes, until all runs are finished
 OUT/runs/published/        the trained model, until all runs are finished
 OUT/config.json …          the trained model, config.json last; failed runs leave none
 OUT/report.{json,html}     written last, so a folder with them is complete
@@ -33,7 +34,7 @@ from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_l
 from lpconv.train.options import FinetuneOptions
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
-RUNS, PUBLISHED = "runs", "published"
+RUNS, PUBLISHED, MERGED = "runs", "published", "merged"
 _FINISHED = "run.json"
 _CHECKPOINT = "checkpoint-"
 _KEPT = 2  # checkpoints: two, since the last one may be diverging
@@ -115,7 +116,7 @@ def run_folder(output: Path, role: str, seed: int) -> Path:
 def remove_leftovers(output: Path) -> None:
     """Delete checkpoints and the models of later seeds, once everything is finished."""
     with writing(output / RUNS):
-        for path in (*(output / RUNS).glob("*/checkpoint-*"), *(output / RUNS).glob(f"*/{PUBLISHED}")):
+        for path in (p for x in ("*/checkpoint-*", f"*/{PUBLISHED}", MERGED) for p in (output / RUNS).glob(x)):
             shutil.rmtree(path)
 
 

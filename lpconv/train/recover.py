@@ -34,7 +34,7 @@ from lpconv.convert.feedback import stored_parts
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.codes import nearest_code_
-from lpconv.formats.grains import get_grain
+from lpconv.formats.grains import TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Form, Side, Stored
@@ -297,37 +297,38 @@ class Recovery:
             scales=_fine_scales(stored.values()),
         )
 
-    def from_merged(
+    def with_better_start(
         self, task: Task, batches: Sequence[Mapping[str, Tensor]], folder: Path, progress: Progress
     ) -> Self:
-        """The recovery that starts from the merged weights rounded again, if that is closer to the teacher on `batches`.
+        """The recovery from the merged weights, rounded again, if they are closer to the teacher on some batches.
 
         They are rounded with error feedback on the tokens of the batches. Files in `folder` are reused.
         """
+        base, teacher = self.start.output, self.distillation.teacher
         text, merged, output = folder / "text.txt", folder / "merged", folder / "rounded"
-        tokenizer, teacher = read_tokenizer(self.start.output.directory), self.distillation.teacher
-        text.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         windows = (ids for batch in batches for ids in batch["input_ids"])
-        text.write_text("\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in windows), encoding="utf-8")
+        decoded = (read_tokenizer(base.directory).decode(ids, skip_special_tokens=True) for ids in windows)
+        text.write_text("\n".join(decoded), encoding="utf-8")
         if not (merged / "config.json").exists():
             with quiet_transformers():
                 teacher.save_pretrained(merged)
-            copy_side_files(merged, self.start.output, model_side_files(self.start.output), renamed={})
-        options, grain = self.start.options, get_grain(self.start.options.granularity)
+            copy_side_files(merged, base, model_side_files(base), renamed={})
+        options, grain = self.start.options, get_grain(self.start.options.granularity or TENSOR)
         is_searched = grain is not None and grain.is_searched(FORMATS[options.format or ""])
-        more: dict[str, Any] = {"scale": "search"} if is_searched else {}
-        asked = replace(options, rounding=GPTAQ, calibrate=str(text), resume=True, force=False, **more)
+        scale = "search" if is_searched else options.scale
+        asked = replace(options, rounding=GPTAQ, calibrate=str(text), scale=scale, resume=True, force=False)
         try:
             convert(str(merged), output, fill_options(asked), progress=progress)
-        except UnsupportedError as e:
-            progress.message(f"training starts from the codes of `{self.start.output.origin.name}`: {e}")
+        except (InputError, UnsupportedError) as e:  # too little text, or a model that does not run layer by layer
+            progress.message(f"the merged weights were not rounded again: {e}")
             return self
-        other = self._of(self.start, self.distillation, output, task)
-        own, new = (self.distillation.divergence(open_to_train(task, Checkpoint.open(x), seed=0).model, batches)
-                    for x in (self.start.output.directory, output))  # fmt: skip
-        words = f"merged weights, rounded with error feedback (KL {new:.3g} to the teacher; old codes {own:.3g})"
-        old = f"old codes (KL {own:.3g} to the teacher; merged weights, rounded with error feedback, {new:.3g})"
-        return replace(other, words=words) if new < own else replace(self, words=old)
+        old, new = (
+            self.distillation.divergence(open_to_train(task, Checkpoint.open(x), seed=0).model, batches)
+            for x in (base.directory, output)
+        )
+        words = f"KL to the teacher {old:.3g} with the old codes, {new:.3g} with the merged weights rounded again"
+        return replace(self if old <= new else self._of(self.start, self.distillation, output, task), words=words)
 
     @torch.no_grad()
     def optimizer(self, model: nn.Module, **settings: Any) -> "GridAdamW":

@@ -25,6 +25,7 @@ from lpconv.scaled.critical import InputRisk
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
 from lpconv.train.folder import (
+    MERGED,
     PAGE,
     REPORT,
     RUNS,
@@ -94,7 +95,7 @@ def study(
         if job.recovery is not None and job.recovery.start.adapter is not None:
             with clock.phase("rounding the merged weights"):
                 batches = first_batches(job, job.stream(options.seed, held_out=False), _CALIBRATED, torch.device("cpu"))
-                recovery = job.recovery.from_merged(job.task, batches, output / RUNS / "merged", progress)
+                recovery = job.recovery.with_better_start(job.task, batches, output / RUNS / MERGED, progress)
                 job = dataclasses.replace(job, recovery=recovery)
         runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
