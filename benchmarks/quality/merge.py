@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,18 @@ def loss_of(outputs: Tensor, windows: Tensor) -> float:
     """Mean loss of the next token, from log-probabilities [tokens, vocabulary]."""
     predicted = outputs.view(*windows.shape, -1)[:, :-1]
     return -float(predicted.gather(-1, windows[:, 1:, None]).mean())
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table: the adapter's gain in nats, and the share of it after each way of merging."""
+    ways = tuple(dict.fromkeys(r["way"] for r in rows))
+    cells = {(r["model"], r["steps"], r["way"]): r for r in rows}
+    lines = [
+        (model, f"{steps}", f"{cells[model, steps, ways[0]]['gain']:.3f}")
+        + tuple(f"{r['kept']:.0%} ({r['kl_after']:.2g})" if (r := cells.get((model, steps, w))) else "" for w in ways)
+        for model, steps in dict.fromkeys((r["model"], r["steps"]) for r in rows)
+    ]
+    return common.markdown(("model", "steps of the adapter", "gain, nats per token", *ways), lines)
 
 
 def main() -> None:
