@@ -172,7 +172,7 @@ def test_the_command_merges_and_its_gate_decides(outputs: dict[str, Path], adapt
     assert done.returncode == 5, done.stderr
     document = json.loads(done.stdout)
     assert [g["passed"] for g in document["error"]["details"]["result"]["gates"]] == [False]
-    assert read_json(tmp_path / "out" / "report.json")["source"].endswith("with lora")
+    assert read_json(tmp_path / "out" / "report.json")["source"].split()[-1] == "lora"
 
 
 def _edit(**settings: Any) -> Callable[[Path], None]:
