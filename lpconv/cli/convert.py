@@ -34,6 +34,13 @@ def convert(
     finish: Annotated[
         bool, Option("Combine the parts of all workers, verify them and publish the output", panel="How to run")
     ] = False,
+    pack: Annotated[
+        bool,
+        Option(
+            "Only store all weights in fewer bytes, without loss; lpconv reads them, and `lpconv restore` writes the "
+            "same files again"
+        ),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -51,20 +58,37 @@ def convert(
 
       lpconv convert ./llama --bits 3.7
 
+      lpconv convert ./llama-w4a16 --pack -o llama-packed
+
       lpconv convert gpt2 --dry-run
     """
     from lpconv.cli.progress import progress_for
     from lpconv.convert import parts, run
+    from lpconv.convert.pack import pack as pack_checkpoint
     from lpconv.convert.parts import Part
     from lpconv.layouts.reader import open_readable
     from lpconv.plan.settings import fill_options
     from lpconv.plan.suited import suited_options
     from lpconv.report.convert import convert_document, part_document, plan_document
+    from lpconv.report.numbers import size_text
+    from lpconv.results import json_text
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass only one of them")
     if measure and not dry_run:
         raise UsageError("--measure estimates a conversion that is not run", hint="add --dry-run, or leave it out")
+    if pack:
+        if shard is not None or finish or measure:
+            raise UsageError("--pack writes all files in one run", hint="leave --shard, --finish and --measure out")
+        target = str(output_of(output, model, "packed"))
+        with progress_for(quiet=quiet) as progress:
+            packed = pack_checkpoint(model, target, options, dry_run=dry_run, progress=progress)
+        if json:
+            print(json_text(packed), end="")
+            return
+        verb = "would become" if dry_run else "became"
+        print(f"{size_text(packed.bytes.read)} {verb} {size_text(packed.bytes.written)} in {packed.output}")
+        return
     filled = fill_options(options)  # raises its errors before a model is opened
     if output is None and options.scheme is None:
         filled, _ = suited_options(options, open_readable(model, revision=options.revision))

@@ -34,7 +34,7 @@ from lpconv.plan.provenance import planned_record, tensor_record
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord, WrittenShard, from_json, to_json
 from lpconv.storage.header import DTYPE_BITS
-from lpconv.storage.place import any_pointer
+from lpconv.storage.place import any_indirect
 from lpconv.storage.source import read_range, read_tensor
 from lpconv.storage.staging import Staging
 from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
@@ -61,8 +61,8 @@ class Engine:
     """Writes the shards of a job's plan into a working folder; `progress` counts source bytes in both passes."""
 
     def __init__(self, job: Job, staging: Staging, progress: Progress) -> None:
-        # Scales are predicted from many small pieces, and reading those of a remote file takes longer than all of it.
-        self._guesses = not any_pointer(job.checkpoint.directory, job.checkpoint.weight_files)
+        # Scales are predicted from many small pieces, and those of a remote or packed file take longer than all.
+        self._guesses = not any_indirect(job.checkpoint.directory, job.checkpoint.weight_files)
         self._workers, self._staging, self._progress = Workers(job.source, job.memory.workers), staging, progress
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
         self._magnitudes: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from lpconv.convert.pack import is_packed, unpack
 from lpconv.errors import UsageError
 from lpconv.formats.spec import SPELLINGS
 from lpconv.layouts.reader import open_readable
@@ -24,11 +25,14 @@ def restore(
 ) -> RestoreResult:
     """Write the plain checkpoint of a converted or third-party quantised checkpoint into `output`.
 
-    An output of lpconv gets the shards, side files, config and dtypes of its source; a third-party checkpoint gets
-    `dtype` (default: the config's). Raises InputError for a directory that is neither, or whose files do not match
-    SHA256SUMS; UnsupportedError for plain checkpoints and unknown layouts.
+    A packed checkpoint becomes its source again. An output of lpconv gets the shards, side files, config and dtypes of
+    its source; a third-party checkpoint gets `dtype` (default: the config's). Raises InputError for a directory that is
+    neither, or whose files do not match SHA256SUMS; UnsupportedError for plain checkpoints and unknown layouts.
     """
     directory, output, progress = Path(directory), Path(output), progress or Silent()
+    if dtype is None and is_packed(directory):
+        check_apart(directory, output)
+        return unpack(directory, output, force=force, progress=progress)
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
     dtype = known_name(dtype, _DTYPES, SPELLINGS) or dtype if dtype is not None else None

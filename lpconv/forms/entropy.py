@@ -39,6 +39,7 @@ from lpconv.forms.facts import (
 from lpconv.forms.form import Form, Over, Side, not_finite_error
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
+from lpconv.storage.packed import coded_numbers, decode_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,11 +194,8 @@ class EntropyCoded(CodedForm):
 
     def _coded(self, codes: NDArray[np.int16]) -> Iterator[bytes]:
         """The coded blocks of some whole rows."""
-        from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
-
-        as_they_are = ChunkConfig(compression_level=_LEVEL, mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op())
         for start, stop in block_ranges(len(codes), self.cols, block_size=self.cols):
-            yield standalone.simple_compress(codes[start:stop], as_they_are)
+            yield coded_numbers(codes[start:stop], level=_LEVEL)
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
         sizes = side[self.name + _BLOCKS_SUFFIX]
@@ -211,7 +209,7 @@ class EntropyCoded(CodedForm):
         sizes = side[self.name + _BLOCKS_SUFFIX][start // self.cols : -(-stop // self.cols)].tolist()
         codes, coded, at = torch.empty(stop - start, dtype=torch.int16), data[0].numpy(), 0
         for size, block in zip(sizes, torch.split(codes, self.cols), strict=True):
-            if not _decoded(coded[at : at + size].tobytes(), block.numpy()):
+            if not decode_numbers(coded[at : at + size].tobytes(), block.numpy()):
                 raise InputError(f"the codes of `{self.name}` are damaged", hint="download the checkpoint again")
             at += size
         return codes.float().mul_(self.scale(side))
@@ -263,17 +261,6 @@ def _codes(value: Tensor, step: float) -> NDArray[np.int16]:
 
     codes = value.numpy() / np.float32(step)
     return np.clip(np.rint(codes, out=codes), -_LARGEST, _LARGEST, out=codes).astype(np.int16)
-
-
-def _decoded(coded: bytes, out: NDArray[np.int16]) -> bool:
-    """Decode a block into `out`. False if it is damaged."""
-    from pcodec import standalone
-
-    try:
-        progress = standalone.simple_decompress_into(coded, out)
-    except (RuntimeError, TypeError):
-        return False
-    return progress.n_processed == len(out) and bool(progress.finished)
 
 
 def _step(index: int) -> float:

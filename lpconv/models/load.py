@@ -25,7 +25,7 @@ from lpconv.report.numbers import code_list, plural
 from lpconv.shards import placed_on
 from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable
 from lpconv.storage.header import quantization_method
-from lpconv.storage.place import any_pointer
+from lpconv.storage.place import any_indirect
 
 # transformers patches its own classes while it loads: two loads at the same time leave models untied from then on.
 ONE_AT_A_TIME = threading.RLock()
@@ -79,8 +79,8 @@ def load_with_missing(
     cls = model_class or architecture(checkpoint.config, trusted=_code_directory(checkpoint, kwargs))
     has_residual = (checkpoint.directory / RESIDUAL_INDEX).exists()
     kwargs = {"trust_remote_code": False, **kwargs, "output_loading_info": True}  # False: never ask on a terminal
-    is_elsewhere = any_pointer(checkpoint.directory, checkpoint.weight_files)
-    if not (has_residual or is_elsewhere or quantization_method(checkpoint.config) in READ):
+    is_indirect = any_indirect(checkpoint.directory, checkpoint.weight_files)
+    if not (has_residual or is_indirect or quantization_method(checkpoint.config) in READ):
         with ONE_AT_A_TIME:
             model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), missing_parameters(cls, info)

@@ -36,7 +36,7 @@ from lpconv.progress import quiet_transformers
 from lpconv.results import OpenedModel
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import quantization_method
-from lpconv.storage.place import any_pointer
+from lpconv.storage.place import any_indirect
 
 _LOADED = "_is_hf_initialized"  # set by transformers on tensors that it has read from files
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # makes transformers read a tensor when it is needed, not all ahead
@@ -103,8 +103,8 @@ def _tied_to(model: nn.Module, names: Collection[str]) -> set[str]:
 def _reading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     """Arguments with which `from_pretrained` decodes this layout. Raises UnsupportedError if it has no reader."""
     method = quantization_method(checkpoint.config)
-    if any_pointer(checkpoint.directory, checkpoint.weight_files):
-        raise UnsupportedError("its files are at a URL", hint="download it")
+    if any_indirect(checkpoint.directory, checkpoint.weight_files):
+        raise UnsupportedError("its files are packed or at a URL", hint="restore or download it")
     if method in (None, METHOD, COMPRESSED_TENSORS):
         return {}
     if method == GGUF:

@@ -26,7 +26,7 @@ from lpconv.models.whole import known_shapes
 from lpconv.plan.options import GPTAQ, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.place import any_pointer
+from lpconv.storage.place import any_indirect
 from lpconv.storage.remote import WINDOW_BYTES, upload_bytes
 
 # Up to this many weight bytes `--verify auto` also runs both models.
@@ -139,7 +139,7 @@ def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
 def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
     """Memory for reading from and writing to a store. Uploaded files are read back for verification."""
     written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
-    downloads = any_pointer(checkpoint.directory, checkpoint.weight_files) or any_pointer(output, written)
+    downloads = any_indirect(checkpoint.directory, checkpoint.weight_files) or any_indirect(output, written)
     if not downloads and not uploads:
         return 0
     sent = max((sum(upload_bytes(f.size_bytes) for f in s.files) for s in plan.shards), default=0) if uploads else 0

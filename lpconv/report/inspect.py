@@ -56,11 +56,13 @@ def _facts(record: InspectResult) -> dict[str, str]:
     origin = f"quantised in the layout of {record.layout}" if record.layout else "an ordinary checkpoint"
     is_own = record.method and record.layout in (None, "lpconv")
     origin = f"lpconv, method {record.method}" if is_own else origin
+    tensors_bytes, files_bytes = (sum(x.size_bytes for x in sizes) for sizes in (record.dtypes, record.shards))
+    packed = f", packed in {size_text(files_bytes)}" if files_bytes < tensors_bytes else ""
     facts = {label: what for label, what in checks.items() if what} | {
         "Kind": origin + (f", {format_text(record.format)}" if record.format else ""),
         "Architecture": record.architecture or "not named in config.json",
         "Parameters": count_text(sum(math.prod(t.shape) for t in record.tensors)),
-        "Size": size_text(sum(d.size_bytes for d in record.dtypes)),
+        "Size": size_text(tensors_bytes) + packed,
     }
     if record.bits_per_weight is not None:
         facts["Bits"] = f"{record.bits_per_weight:.2f} per quantised weight, including scales"

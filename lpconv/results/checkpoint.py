@@ -290,6 +290,16 @@ class RestoreResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackResult(RestoreResult):
+    """Result of packing a checkpoint. A dry run has no `files`, and estimates the bytes to write."""
+
+    kind: str = "pack"
+    method: str = "pack"
+    exact: bool = True
+    bytes: ByteCounts
+
+
+@dataclass(frozen=True, kw_only=True)
 class FormatCount:
     """Number of weights of an ONNX graph that are stored in one form, such as ``e4m3fn × scale`` or ``bf16 + bf16``.
 

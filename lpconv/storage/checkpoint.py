@@ -220,7 +220,7 @@ def read_residual(directory: Path) -> Residuals | None:
     """The residual of a checkpoint, or None. Raises InputError if a root file has changed."""
     residual = find_residual(directory)
     for name, digest in residual.roots if residual else ():
-        if sha256_of(directory / name) != digest:
+        if sha256_of(directory / name, stored=False) != digest:
             raise InputError(
                 f"`{name}` has changed since its residual was written",
                 hint="the residual belongs to other weights; delete the collage folder to use the bf16 weights alone",

@@ -24,6 +24,7 @@ _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # transformers builds t
 _NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 _DTYPE = re.compile(r"b?float\d+\w*|u?int\d+|half|float|double")  # names of torch's dtypes
 ADAPTER = "adapter_config.json"
+PACKED = "packed.json"  # of a folder with packed weight files, or restored from one
 WEIGHT_ENDINGS = "safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel"
 # Weight files of any framework, and leftovers of training: never copied as side files.
 _WEIGHT_FILE = re.compile(
@@ -35,7 +36,7 @@ _WEIGHT_FILE = re.compile(
 _RIVAL = re.compile(r".*\.(safetensors|gguf)|(.*/)?(pytorch_|adapter_)?model[^/]*\.bin")
 # Files in which some tools store ``quantization_config`` instead of in config.json, and their methods.
 QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-_OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
+OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS", PACKED}
 ATTRIBUTES = ".gitattributes"  # a hidden file of every repository on the hub
 _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
@@ -256,7 +257,7 @@ def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
         name = path.relative_to(directory).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        if name in weights or name in _OURS or name == "config.json":
+        if name in weights or name in OURS or name == "config.json":
             continue
         if _WEIGHT_FILE.fullmatch(name) and path.parent not in modules:
             continue

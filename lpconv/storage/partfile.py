@@ -27,10 +27,11 @@ _FLUSH_BYTES = 64 * 2**20
 class PartFile:
     """A file under construction below `root`: `append` in order, then `finish`, or `abandon` it.
 
-    If several threads produce the bytes, each may `write` its own, and one thread calls `digest` on them in order.
+    `size_bytes` is None if unknown. If several threads produce the bytes, each may `write` its own, and one thread
+    calls `digest` on them in order.
     """
 
-    def __init__(self, root: Path, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> None:
+    def __init__(self, root: Path, name: str, size_bytes: int | None, flusher: ThreadPoolExecutor) -> None:
         self._name, self._size = name, size_bytes
         self._path = root / name
         self._part = self._path.with_name(self._path.name + PART)
@@ -77,7 +78,7 @@ class PartFile:
     def finish(self) -> FileRecord:
         """Wait until the bytes are on the disk, then rename the file to its final name."""
         assert self._fd is not None
-        assert self._hashed == self._size, (self._name, self._hashed, self._size)
+        assert self._size in (None, self._hashed), (self._name, self._hashed, self._size)
         with writing(self._part):
             for flush in self._flushes:
                 flush.result()
@@ -85,7 +86,7 @@ class PartFile:
             self._close()
             os.rename(self._part, self._path)
             fsync_directory(self._path.parent)
-        return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
+        return FileRecord(name=self._name, size_bytes=self._hashed, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Stop writing unless the file is finished; the part file remains, and the next run overwrites it."""

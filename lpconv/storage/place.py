@@ -14,9 +14,10 @@ import struct
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lpconv.errors import InputError, UnreadError
+from lpconv.storage.packed import PACKED_HEAD, PackedFile
 from lpconv.storage.remote import RemoteFile, shorter_error
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than their pointer
@@ -62,10 +63,24 @@ def open_regular(path: str | Path, flags: int) -> int:
     return descriptor
 
 
-def open_file(path: Path) -> LocalFile | RemoteFile:
-    """Open a file, or the remote object that it points to. Raises OSError if that fails."""
-    pointer = _pointer_in(path)
-    return LocalFile(path) if pointer is None else RemoteFile(size_bytes=path.stat().st_size, **pointer)
+OpenFile: TypeAlias = LocalFile | RemoteFile | PackedFile
+
+
+def open_file(path: Path, *, stored: bool = False) -> OpenFile:
+    """Open a file, the remote object that it points to, or unless asked for as `stored`, the original of a packed one.
+
+    Raises OSError if that fails, and InputError for a damaged packed file.
+    """
+    if (pointer := _pointer_in(path)) is not None:
+        return RemoteFile(size_bytes=path.stat().st_size, **pointer)
+    file, start = LocalFile(path), bytearray(len(PACKED_HEAD))
+    if not stored and file.size_bytes > len(start):
+        file.read_into(0, memoryview(start))
+    try:
+        return PackedFile(file, path) if start == PACKED_HEAD else file
+    except BaseException:
+        file.close()
+        raise
 
 
 def read_small(path: Path) -> bytes:
@@ -84,15 +99,15 @@ def read_small(path: Path) -> bytes:
     return bytes(content)
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    return hash_of(path, hashlib.sha256())
+def sha256_of(path: Path, *, stored: bool = True) -> str:
+    """SHA-256 of a file in hexadecimal; unless `stored`, of the original of a packed one."""
+    return hash_of(path, hashlib.sha256(), stored=stored)
 
 
-def hash_of(path: Path, digest: "hashlib._Hash") -> str:
+def hash_of(path: Path, digest: "hashlib._Hash", *, stored: bool = True) -> str:
     """Update `digest` with the bytes of a file and return it in hexadecimal. Raises InputError if a read fails."""
     try:
-        with closing(open_file(path)) as f:
+        with closing(open_file(path, stored=stored)) as f:
             block = memoryview(bytearray(_READ_BYTES))
             for start in range(0, f.size_bytes, _READ_BYTES):
                 read = block[: min(_READ_BYTES, f.size_bytes - start)]
@@ -112,9 +127,13 @@ def read_error(e: OSError, path: Path) -> InputError:
     return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 
 
-def any_pointer(directory: Path, names: Iterable[str]) -> bool:
-    """Whether any of these files is a pointer to a remote object. Raises OSError if one cannot be opened."""
-    return any(_pointer_in(directory / name) is not None for name in names)
+def any_indirect(directory: Path, names: Iterable[str]) -> bool:
+    """Whether any of these files is packed, or points to a remote object. Raises the errors of `open_file`."""
+    for name in names:
+        with closing(open_file(directory / name)) as f:
+            if not isinstance(f, LocalFile):
+                return True
+    return False
 
 
 def cache_folder(kind: str) -> Path:

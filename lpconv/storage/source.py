@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, check_name
-from lpconv.storage.place import LocalFile, open_file, read_error
-from lpconv.storage.remote import RemoteFile, shorter_error
+from lpconv.storage.place import OpenFile, open_file, read_error
+from lpconv.storage.remote import shorter_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ class SafetensorsSource:
     """The weight files of one checkpoint, except pickles; headers are checked on opening."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._files: dict[str, tuple[LocalFile | RemoteFile, Header]] = {}
+        self._files: dict[str, tuple[OpenFile, Header]] = {}
         self.entries: dict[str, TensorEntry] = {}
         try:
             for name in checkpoint.weight_files:

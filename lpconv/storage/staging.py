@@ -25,7 +25,7 @@ from lpconv.errors import InputError, OutputExistsError, UnsupportedError, Usage
 from lpconv.gguf.view import find_gguf
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import code_list
-from lpconv.storage.contents import ADAPTER, ATTRIBUTES, check_inside, no_checkpoint_error, read_json
+from lpconv.storage.contents import ADAPTER, ATTRIBUTES, PACKED, check_inside, no_checkpoint_error, read_json
 from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, writing
 from lpconv.storage.place import open_regular, sha256_of
 from lpconv.storage.remote import check_url, is_url
@@ -212,7 +212,7 @@ def read_marker(directory: Path) -> dict[str, Any]:
 def is_output(directory: Path) -> bool:
     """Whether a conversion or a fine-tuning wrote a directory, by its marker or sums file, even if it is damaged."""
     if not (directory / MARKER).exists():
-        return (directory / SUMS).exists() and not (directory / TUNED).exists()
+        return (directory / SUMS).exists() and not any((directory / n).exists() for n in (TUNED, PACKED))
     return read_marker(directory).get("kind") not in ("restore", "repair")
 
 

@@ -23,7 +23,7 @@ from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress, Silent
 from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.contents import is_plain, read_json
+from lpconv.storage.contents import PACKED, is_plain, read_json
 from lpconv.storage.header import quantization_method
 from lpconv.storage.place import read_small, sha256_of
 from lpconv.storage.resolve import directory_of
@@ -251,7 +251,8 @@ def check_hashes(directory: Path, progress: Progress, digests: Mapping[str, str]
     digests = listed_files(directory) if digests is None else digests
     sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(sizes.values()))
-    mismatched = sorted({"config.json", MARKER, *summed_files(directory)} - digests.keys())
+    marker = PACKED if (directory / PACKED).is_file() else MARKER
+    mismatched = sorted({"config.json", marker, *summed_files(directory)} - digests.keys())
     with ThreadPoolExecutor(len(usable_cores())) as pool:  # hashing releases the GIL
         hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
         for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
