@@ -26,7 +26,7 @@ PAGES = [
     "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/entropy.md",
     "docs/methods/multipoint.md", "docs/methods/native.md", "docs/layouts.md", "docs/reference/layouts.md",
     "docs/first-ten-minutes.md", "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md",
-    "docs/verify.md", "docs/methods/four-bits.md", "docs/llms.txt",
+    "docs/verify.md", "docs/methods/four-bits.md", "docs/llms.txt", "docs/pack.md",
     *(f"docs/skills/{name}/SKILL.md" for name in
       ("choose-a-format", "convert-and-gate", "fine-tune-with-twin", "judge-a-file")),
 ]  # fmt: skip

@@ -58,7 +58,7 @@ def convert(
 
       lpconv convert ./llama --bits 3.7
 
-      lpconv convert ./llama-w4a16 --pack -o llama-packed
+      lpconv convert ./llama --pack -o llama-packed
 
       lpconv convert gpt2 --dry-run
     """
