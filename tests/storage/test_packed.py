@@ -1,5 +1,6 @@
 """Packed weight files: every dtype byte for byte, ranges, other readers, and damage."""
 
+import contextlib
 import hashlib
 import os
 import random
@@ -141,7 +142,5 @@ def test_wrong_bytes_with_the_right_checksums_neither_crash_nor_hang(packed: Pat
         changed[which][3] = zlib.crc32(bytes(data[starts[which] : starts[which] + size]), coding)
         table = b"".join(struct.pack("<4I", *row) for row in changed) + whole[-40:-4]
         packed.write_bytes(data[: -40 - 16 * num] + table + struct.pack("<I", zlib.crc32(table)))
-        try:
+        with contextlib.suppress(InputError):
             assert len(read_all(packed)) == 64
-        except InputError:
-            pass
