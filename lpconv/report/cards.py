@@ -75,7 +75,8 @@ def _conversion_header(result: ConvertResult) -> dict[str, object]:
         header["base_model_relation"] = "quantized"
     methods = [_TAGS.get(part, part) for part in result.method.split("+")]
     own = ["lpconv", *methods] if layout is None else [layout.tag]
-    return header | {"tags": [*dict.fromkeys((*own, result.format, "low-precision"))]}
+    kind = "entropy-coded" if result.format == CODED.name else result.format
+    return header | {"tags": [*dict.fromkeys((*own, kind, "low-precision"))]}
 
 
 def _is_foreign(result: ConvertResult) -> bool:

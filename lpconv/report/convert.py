@@ -460,7 +460,7 @@ def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
 _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "source": lambda r: r.source.name,
     "form": form_name,
-    "format": lambda r: r.format,
+    "format": format_words,
     "granularity": lambda r: MISSING if r.residual else _granularity(r),
     "layout": lambda r: str(r.options.get("layout", MISSING)),
     "size before": lambda r: size_text(r.bytes.read),

@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import CODED, FORMATS
 from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, Mark, Tick, number_axis, series_kind, stepped_axis
 from lpconv.report.numbers import name_list, number_text, plural, scale_text, share_text, sqnr_text
 from lpconv.report.tensors import (
     converted_tensors,
+    format_text,
     has_finer_scales,
     in_layer_order,
     layer_groups,
@@ -22,6 +23,7 @@ from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 # Displayed part of a format's range; fp32 and bf16 reach to 2^±127, far beyond any weight.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
+_RANGES = FORMATS.keys() - {CODED.name}  # formats with a range that limits codes
 _MAX_DECIBELS = 10_000  # more than the range of fp64; values beyond are drawn at the end of the axis
 # The marks of the chart of magnitudes, as in its legend.
 _BEFORE = Mark(kind="before", shape="circle", title="RMS in the source")
@@ -72,13 +74,15 @@ def _rms_marks(t: TensorRecord, x: float) -> Iterator[Mark]:
         yield Mark(kind="move", shape="line", points=points)
         yield replace(_BEFORE, title=f"{t.name}: {_BEFORE.title}", points=points[:1])
     if after:
-        yield replace(_AFTER, title=f"{t.name}: {_AFTER.title}, {t.format}", points=((x, math.log2(after)),))
+        yield replace(
+            _AFTER, title=f"{t.name}: {_AFTER.title}, {format_text(t.format)}", points=((x, math.log2(after)),)
+        )
     if peak:
-        yield replace(_PEAK, title=f"{t.name}: {_PEAK.title}, {t.format}", points=((x, math.log2(peak)),))
+        yield replace(_PEAK, title=f"{t.name}: {_PEAK.title}, {format_text(t.format)}", points=((x, math.log2(peak)),))
 
 
 def _exponent_axis(tensors: Sequence[TensorRecord]) -> Axis:
-    held = [FORMATS[f] for f in {t.format for t in tensors} if f in FORMATS]
+    held = [FORMATS[f] for f in {t.format for t in tensors} & _RANGES]
     magnitudes = [v for t in tensors for v in (t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)) if v]
     edges = [max(math.log2(r.min_subnormal), _LOWEST_EXPONENT) for r in held]
     edges += [min(math.log2(r.max), _HIGHEST_EXPONENT) for r in held]
@@ -94,7 +98,7 @@ def _range_boxes(tensors: Sequence[TensorRecord]) -> Iterator[Box]:
     first = 0
     for name, members in groupby(tensors, key=lambda t: t.format):
         last = first + len(list(members))
-        if name in FORMATS:
+        if name in _RANGES:
             held = FORMATS[name]
             low, middle, high = map(math.log2, (held.min_subnormal, held.min_normal, held.max))
             yield Box(kind="normal", x=(first, last), y=(middle, high), label=f"{name}: normal numbers")
@@ -110,7 +114,7 @@ def _rms_words(tensors: Sequence[TensorRecord]) -> str:
         words = f"The median weight RMS changes {moved}."
     else:
         words = f"The median weight RMS is {number_text(before)}; the values are stored without a scale."
-    held = sorted({t.format for t in tensors} & FORMATS.keys())
+    held = sorted({t.format for t in tensors} & _RANGES)
     starts = [f"{name} from {scale_text(FORMATS[name].min_normal)} to {FORMATS[name].max:.5g}" for name in held]
     return f"{words} Normal numbers: {', '.join(starts)}." if starts else words
 
@@ -186,7 +190,7 @@ def flat_sqnr_text(tensors: Sequence[TensorRecord]) -> str:
         if least != most and not most - least <= 1:  # the difference of two infinities is NaN
             return ""
         start = "" if least == most else f"{sqnr_text(least)} to "
-        ranges.append(f"{start}{sqnr_text(most, ' dB')} in {plural(len(decibels), 'tensor')} of {name}")
+        ranges.append(f"{start}{sqnr_text(most, ' dB')} in {plural(len(decibels), 'tensor')} of {format_text(name)}")
     return f"Signal-to-noise ratios are close together: {name_list(ranges)}." if ranges else ""
 
 
@@ -244,7 +248,7 @@ def _symbol(series: int) -> str:
 
 def _sqnr_mark(t: _Measured, series: int, x: float, exact: float, run: str) -> Mark:
     place = f"{run}: {t.name}" if run else t.name
-    stored = t.format if isinstance(t, TensorRecord) else t.stored_as
+    stored = format_text(t.format) if isinstance(t, TensorRecord) else t.stored_as
     title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {stored}"
     # An SQNR of -inf (elements became Inf) is drawn at the low end.
     y = max(min(t.sqnr_db or 0.0, exact), -1e9)

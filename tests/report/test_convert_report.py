@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from lpconv.report.cards import model_card
 from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
 from lpconv.report.html import html
+from lpconv.report.markdown import markdown
 from lpconv.report.tensor_charts import feedback_chart, rms_chart
 from lpconv.report.terminal import terminal
 from lpconv.results import (
@@ -75,6 +77,10 @@ def test_entropy_coded_integers_are_not_called_integers_of_16_bits() -> None:
     tables = [table_of(section_of(document, name)) for name in ("Tensors", "Every tensor")]
     assert " coded " in document.summary
     assert "int16" not in document.summary + str([table.rows for table in tables])
+    tensors = tuple(replace(t, format="int16", scale=0.5) for t in coded(3))
+    result = replace(bert_result(), format="int16", options=options, tensors=tensors)
+    assert "int16" not in html(convert_document(result)) + markdown(model_card(result))
+    assert "entropy-coded" in str(model_card(result).front_matter["tags"])
 
 
 def test_a_page_lists_every_tensor_and_a_terminal_the_worst() -> None:
