@@ -30,6 +30,7 @@ from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import vocabulary_size
 from lpconv.progress import Deadline, Progress, TimeIsUp, counted
+from lpconv.report.advise import NOT_SMALLER
 from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.student import estimate_mean
 from lpconv.verify.outputs import compare_outputs, outputs_of, verification_inputs
@@ -149,7 +150,7 @@ def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadlin
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
     """Measure one conversion as far as time allows."""
     row = _sample_row(trial, name, settings, deadline)
-    return row if row.status == "failed" else measure(trial, row, deadline)
+    return measure(trial, row, deadline) if row.status == "unmeasured" else row
 
 
 def _screen(trial: Trial, deadline: Deadline) -> list[AdviceRow]:
@@ -169,6 +170,8 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
             rounded = next((r.words for r in roundings_of(job).values()), None)
             noise = noise_of_sample(job, elements=_SAMPLE)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise, rounded_inputs=rounded)
+            if job.plan.bytes_out >= trial.subject.source_bytes:
+                row = replace(row, status="pruned", why=NOT_SMALLER)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
     is_narrow = number_of(settings).storage_bits <= 16 and "residual" not in settings  # opens in 16 bits

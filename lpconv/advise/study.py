@@ -72,7 +72,7 @@ def study(
 
 def _initial_result(subject: Subject, output: Path, options: AdviseOptions, command: str | None) -> AdviceResult:
     """The result before any measurement."""
-    prepared, checkpoint = subject.prepared, subject.prepared.checkpoint
+    prepared = subject.prepared
     return AdviceResult(
         name=subject.name,
         output=str(output),
@@ -81,7 +81,7 @@ def _initial_result(subject: Subject, output: Path, options: AdviseOptions, comm
             "Text": f"{prepared.data_words}, {len(subject.windows)} windows of {prepared.seq_len} tokens at most",
         },
         metric=subject.metric,
-        source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
+        source_bytes=subject.source_bytes,
         rows=(),
         findings=(),
         warnings=(*prepared.notes, *prepared.batches.tokens.doubts),

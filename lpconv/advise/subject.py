@@ -67,6 +67,12 @@ class Subject:
         return "output" if self.prepared.task is NONE else "loss"
 
     @property
+    def source_bytes(self) -> int:
+        """The size of the model's weight files."""
+        checkpoint = self.prepared.checkpoint
+        return sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files)
+
+    @property
     def batches(self) -> Batches:
         """Small batches for a probe."""
         return replace(self.prepared.batches, batch_size=_PROBED)

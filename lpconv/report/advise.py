@@ -11,6 +11,7 @@ from lpconv.report.document import Bullets, Code, Document, Section, Table, Tile
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
+NOT_SMALLER = "not smaller than the model itself"
 _NONE_FITS = "no candidate, since none can be tried"
 _PARTS = 12  # most parts in the table
 _HEADINGS = {"infer": "Inference", "train": "Training"}
@@ -68,7 +69,7 @@ def _short_answer(result: AdviceResult, advised: Recommendation) -> str:
 
 
 def _was_tried(result: AdviceResult, purpose: str) -> bool:
-    return any(r.gap is not None for r in _of_purpose(result, purpose))
+    return any(r.gap is not None or r.why == NOT_SMALLER for r in _of_purpose(result, purpose))
 
 
 def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
@@ -210,6 +211,8 @@ def _no_recommendation(result: AdviceResult, purpose: str) -> str:
             f"Keep the model as it is: {_gap_words(measured[0], unit)} loses least of the measured candidates, and "
             f"more than the {limit} allowed. A larger quality= in --budget allows more."
         )
+    if near is None and _was_tried(result, purpose):
+        return "Keep the model as it is: no candidate is smaller."
     if near is None:
         why = next((f", for example {r.name}: {r.why}" for r in rows if r.status in ("failed", "pruned")), "")
         return (

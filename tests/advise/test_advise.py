@@ -255,6 +255,15 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
     assert "Recommended" in done.stdout
 
 
+def test_a_model_that_is_smaller_than_every_candidate_is_kept(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "low", ConvertOptions(budget_bits=4.0, verify="none"))
+    result = advise(tmp_path / "low", tmp_path / "a", AdviseOptions(purpose="infer", seq_len=16, force=True))
+    assert {r.status for r in result.rows} == {"pruned"}
+    (advised,) = result.recommendations
+    assert (advised.row, advised.nearest, advised.command) == (None, None, None)
+    assert "Keep" in advised.words
+
+
 class Ticking(Silent):
     """A clock that goes on by a second with every report of progress."""
 
