@@ -151,7 +151,7 @@ def _warnings(missing: Sequence[str], unmatched: Sequence[str], decoded: Sequenc
         warnings.append(f"in fp32, because no stored tensor has exactly these values: {code_list(merged)}")
     if decoded:
         names, words = [w.name for w in decoded], decoded[0].decoded_from
-        warnings.append(f"in fp32, because ONNX supports one scale per tensor or row, not {words}: {code_list(names)}")
+        warnings.append(f"in fp32, because ONNX operators cannot decode {words}: {code_list(names)}")
     return tuple(warnings)
 
 

@@ -104,8 +104,9 @@ def test_the_error_is_that_of_the_format(trained: tuple[dict[str, Any], Path]) -
         assert 0.02 < row["numerics"]["gradient_error"] < 0.4
 
 
-def test_the_codes_of_a_checkpoint_are_measured_as_they_are(tmp_path: Path) -> None:
-    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
+@pytest.mark.parametrize("how", [{"format": "e4m3fn"}, {"budget_bits": 4.0}], ids=str)
+def test_the_codes_of_a_checkpoint_are_measured_as_they_are(how: dict[str, Any], tmp_path: Path) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(method="unit", verify="none", **how))
     result = run(tmp_path / "out", "--format", "codes", *QUICK, "--batch", "1", "--json")
     assert result.exit_code == 0, result.output
     base, codes = json.loads(result.stdout)["rows"]

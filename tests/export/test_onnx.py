@@ -165,7 +165,9 @@ def test_fp8_with_a_scale_for_each_row_stays_fp8(tmp_path: Path, layout: str) ->
 
 
 @pytest.mark.parametrize(
-    "how", [{"format": "e4m3fn", "granularity": "mx"}, {"scheme": "MLX_MXFP4"}, {"scheme": "GGUF_Q8_0"}], ids=str
+    "how",
+    [{"format": "e4m3fn", "granularity": "mx"}, {"scheme": "MLX_MXFP4"}, {"scheme": "GGUF_Q8_0"}, {"budget_bits": 4.0}],
+    ids=str,
 )
 def test_codes_that_no_operator_decodes_come_in_fp32_and_that_is_said(tmp_path: Path, how: dict[str, Any]) -> None:
     convert(
