@@ -72,7 +72,8 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         work = Workspace()
         files = _write_weights(staging.directory, tensors, lambda info: _restored_blocks(reader, info, work, progress))
         converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
-        origin = {"exact": exact, "converted": converted, "source": provenance["source"]}
+        bits = {r.name: reader.forms[r.name].bits for r in records if r.action == "convert" and not _is_exact(r)}
+        origin = {"exact": exact, "converted": converted, "source": provenance["source"], "bits": bits}
         copy_side_files(staging.directory, checkpoint, renamed={SOURCE_CARD: CARD})
         _publish(staging, plain_config(checkpoint), origin, files, watched)
     return RestoreResult(
@@ -150,7 +151,8 @@ def decode_checkpoint(
         with Staging(output, {"restore": str(directory)}, force=force) as staging, staging.discard_on_failure():
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
             files = _write_weights(staging.directory, tensors, blocks)
-            origin = {"exact": not lost, "converted": {"method": method, "dtype": target.name}}
+            bits = {name: form.bits for name, form in stored.forms.items() if not form.is_kept}
+            origin = {"exact": not lost, "converted": {"method": method, "dtype": target.name}, "bits": bits}
             copy_side_files(staging.directory, checkpoint)
             _publish(staging, config, origin, files, watched)
     return RestoreResult(

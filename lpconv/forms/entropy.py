@@ -107,6 +107,10 @@ class EntropyCoded(CodedForm):
             Component(name=self.name, dtype="U8", shape=(1, self.payload)),
         )
 
+    @property
+    def bits(self) -> int:
+        return 8 * self.num_bytes // self.num_elements
+
     @functools.cached_property
     def cols(self) -> int:
         return _block_size(self.shape)

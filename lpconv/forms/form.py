@@ -46,7 +46,7 @@ from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockFacts, Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.results import RoundingRecord
-from lpconv.storage.header import TensorInfo
+from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +102,11 @@ class Stored(ABC):
     def num_elements(self) -> int:
         """Number of elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number without scales."""
+        return self.format.storage_bits if self.format else DTYPE_BITS[self.data[0].dtype]
 
     @property
     def agrees(self) -> bool:

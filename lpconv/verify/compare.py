@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.formats.spec import CODED
 from lpconv.forms import Stored
 from lpconv.forms.facts import block_ranges
 from lpconv.gates import Gate, with_gates
@@ -28,12 +27,11 @@ from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_confi
 from lpconv.plan.provenance import lost_signals, sqnr_db
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list, plural
-from lpconv.results import ComparedTensor, FilesCheck, RoundingCheck, VerifyResult, WeightsCheck
+from lpconv.results import ComparedTensor, FilesCheck, RoundingCheck, VerifyResult, WeightsCheck, from_json
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER, Checkpoint, Openable
 from lpconv.storage.contents import WEIGHT_ENDINGS
-from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
-from lpconv.storage.staging import is_trained
+from lpconv.storage.staging import is_trained, read_marker
 from lpconv.summed import Summed, joined
 from lpconv.verify.roundings import GROUP, check_rounding, explains_factors, unusual
 
@@ -107,11 +105,12 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
         both = [n for n, form in ours.forms.items() if n in theirs.forms and theirs.forms[n].shape == form.shape]
         progress.start("comparing weights", sum(a.entries[n].info.num_bytes for n in both))
         is_tuned = is_trained(ours.checkpoint.directory) or is_trained(theirs.checkpoint.directory)
-        records = []
+        records, lost = [], [_lost_bits(stored.checkpoint) for stored in (ours, theirs)]
         for name in both:
             forms, sums = (ours.forms[name], theirs.forms[name]), _compare(a, b, name)
             check = check_rounding(ours, name, b) if forms[1].is_kept and not is_tuned else None
-            problem = _problem(*forms, sums, check) if sums.lost or not is_tuned else None
+            decoded = min((bits[name] for bits in lost if name in bits), default=None)
+            problem = _problem(*forms, sums, check, decoded) if sums.lost or not is_tuned else None
             records.append(
                 ComparedTensor(
                     name=name,
@@ -205,17 +204,19 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     )
 
 
-def _bits_of(form: Stored) -> int:
-    if form.format is CODED:
-        return 8 * form.num_bytes // form.num_elements
-    return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
+def _lost_bits(checkpoint: Checkpoint) -> dict[str, int]:
+    """Bits of the numbers from which `restore` decoded weights that its source had in more."""
+    marker = read_marker(checkpoint.directory)
+    return from_json(dict[str, int], marker.get("bits", {})) if marker.get("kind") == "restore" else {}
 
 
-def _problem(ours: Stored, theirs: Stored, sums: _WeightSums, check: RoundingCheck | None) -> str | None:
+def _problem(
+    ours: Stored, theirs: Stored, sums: _WeightSums, check: RoundingCheck | None, decoded: int | None
+) -> str | None:
     if sums.lost:
         return f"{plural(sums.lost, 'element')} with a number in only one checkpoint, and NaN or Inf in the other"
-    bits, noise = min(_bits_of(ours), _bits_of(theirs)), sqnr_db(sums.signal, sums.noise)
-    has_codes = ours.is_coded or theirs.is_coded
+    bits, noise = min(ours.bits, theirs.bits, decoded or math.inf), sqnr_db(sums.signal, sums.noise)
+    has_codes = ours.is_coded or theirs.is_coded or decoded is not None
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
     problems = []
     if noise < least:

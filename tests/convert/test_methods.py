@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
@@ -70,6 +70,24 @@ def test_a_method_keeps_what_it_promises(asked: dict[str, Any], source: Path, tm
     assert float(error) <= most * float(wanted["layer.weight"].double().square().sum().sqrt())
     verified = verify_output(tmp_path / "out", VerifyOptions(against=str(source), level="weights"), progress=Silent())
     assert verified.passed
+    assert verify_output(tmp_path / "back", VerifyOptions(against=str(source)), progress=Silent()).passed
+
+
+@pytest.mark.parametrize("asked", [{"budget_bits": 4.0}, {"scheme": "W4A16"}], ids=str)
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_restored_checkpoint_is_judged_by_the_bits_it_was_stored_in(
+    asked: dict[str, Any], is_ours: bool, tmp_path: Path
+) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(verify="none", **asked))
+    if not is_ours:
+        for name in ("lpconv.json", "SHA256SUMS"):
+            (tmp_path / "out" / name).unlink()
+    restore(tmp_path / "out", tmp_path / "back")
+    file, against = tmp_path / "back" / "model.safetensors", VerifyOptions(against="demo")
+    assert verify_output(tmp_path / "back", against, progress=Silent()).passed
+    tensors, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name] * 1.5}, file, metadata={"format": "pt"})
+    assert not verify_output(tmp_path / "back", against, progress=Silent()).passed
 
 
 @pytest.mark.parametrize("asked", CASES.values(), ids=CASES)
