@@ -194,6 +194,7 @@ class TensorRounding:
         self._codes = torch.empty(data.num_bytes, dtype=torch.uint8)
         codes = self._codes.view(TORCH_DTYPES.get(data.dtype, torch.uint8)).view(data.shape)
         self.parts: Side = {**{c.name: measured.side[c.name] for c in t.form.plain.side}, data.name: codes}
+        self._is_plain = count > 1  # until all matrices are rounded
         self._size = t.info.num_elements // count
         self._signal = self._noise = self._nearest = self._max_steps = 0.0
         self._num_inputs = [0] * count  # of each matrix
@@ -213,7 +214,10 @@ class TensorRounding:
         return cls(t, workers, measured, matrix.count) if measured.stats.is_finite else None
 
     def rounded(self, matrix: Matrix, factor: Factor) -> Self:
-        """Round one matrix with error feedback. The result is another rounding if the codes need larger scales."""
+        """Round one matrix with error feedback. The result is another rounding if the codes need larger scales.
+
+        The codes of a tensor with several matrices are stored by `finish`.
+        """
         self._num_inputs[matrix.index] = factor.num_inputs
         step = -(-self._size // _SAMPLED)
         for first_row, weight, scales in self._slabs(matrix.index, is_whole=factor.is_transposed):
@@ -222,20 +226,34 @@ class TensorRounding:
             sample = slice(-first_row % step, None, step)
             self._note_errors(weight_RC[sample], rounded_RC[sample], scales_RC[sample], factor)
             self._store(matrix.index, first_row, factor.oriented(rounded_RC), weight, scales)
-        stored = self.form.from_plain(self.parts)
-        if self.form.data[0].name not in stored:
-            larger = dataclasses.replace(self._measured, side=stored)
+        larger = None if self._is_plain else self._store_all()
+        if larger is not None:
             again = type(self)(self._planned, self._workers, larger, matrix.count).rounded(matrix, factor)
             again._nearest = self._nearest  # with its own scales
             return again
-        self.parts = stored
         return self
 
-    def record(self) -> RoundingRecord:
-        """The record of the rounding of all matrices, of which those that no input reached are rounded to nearest."""
+    @property
+    def stored(self) -> tuple[Form, Side]:
+        """The components, and the form in which they are until the last matrix is rounded."""
+        return self.form.plain if self._is_plain else self.form, self.parts
+
+    def finish(self) -> Measurement | None:
+        """Round matrices that no input reached to nearest, and store all codes. Returns larger scales if needed."""
         for index in (i for i, count in enumerate(self._num_inputs) if not count):
             for first_row, weight, scales in self._slabs(index):
                 self._store(index, first_row, round_to_nearest(weight, scales, self._element), weight, scales)
+        return self._store_all() if self._is_plain else None
+
+    def _store_all(self) -> Measurement | None:
+        stored = self.form.from_plain(self.parts)
+        if self.form.data[0].name not in stored:
+            return dataclasses.replace(self._measured, side=stored)
+        self.parts, self._is_plain = stored, False
+        return None
+
+    def record(self) -> RoundingRecord:
+        """The record of the rounding of all matrices."""
         signal = self._signal or 1.0
         return RoundingRecord(
             output_error=self._noise / signal,
@@ -312,9 +330,17 @@ class _Rounding:
             self._finish(*runs)
 
     def round_layer(self, index: int) -> dict[str, RoundingRecord]:
-        """Round the weights of layer `index`, the next one of the walk."""
-        wanted = self.matrices(index)
+        """Round the weights of layer `index`, the next one of the walk; again if experts need larger scales."""
+        wanted, larger = self.matrices(index), dict[str, Measurement]()
         squares = self._squares_of_stacks(index, wanted)
+        while (records := self._try_layer(index, wanted, squares, larger)) is None:
+            self._weights.rounded.clear()
+        return records
+
+    def _try_layer(
+        self, index: int, wanted: set[Matrix], squares: dict[str, Tensor], larger: dict[str, Measurement]
+    ) -> dict[str, RoundingRecord] | None:
+        """Round a layer with the scales in `larger`. None if more tensors need larger scales, which are added there."""
         tensors: dict[str, TensorRounding | None] = {}
         with self._runs(index, wanted) as (run, source):
             factor: Factor | None = None
@@ -326,16 +352,26 @@ class _Rounding:
                     if m.name not in tensors:
                         single = None if factor.is_transposed else factor.squares_C  # else a row has one input
                         importance = single if m.count == 1 else squares.get(m.name)
-                        tensors[m.name] = TensorRounding.begin(self._planned[m.name], self._workers, m, importance)
+                        planned, workers = self._planned[m.name], self._workers
+                        tensors[m.name] = (
+                            TensorRounding(planned, workers, larger[m.name], m.count)
+                            if m.name in larger
+                            else TensorRounding.begin(planned, workers, m, importance)
+                        )
                     if (tensor := tensors[m.name]) is not None:
                         tensor = tensors[m.name] = tensor.rounded(m, factor)
-                        self._weights.rounded[m.name] = tensor.form, tensor.parts
+                        self._weights.rounded[m.name] = tensor.stored
                 run.pass_by(matrices)
                 if source is not None:
                     source.pass_by(matrices)
-            records = {name: tensor.record() for name, tensor in tensors.items() if tensor is not None}
+            rounded = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            found = {name: scales for name, t in rounded.items() if (scales := t.finish()) is not None}
+            if found:
+                larger.update(found)
+                return None
+            self._weights.rounded.update((name, t.stored) for name, t in rounded.items())
             self._finish(run, source)
-        return records
+        return {name: tensor.record() for name, tensor in rounded.items()}
 
     @contextmanager
     def _runs(self, index: int, wanted: Collection[Matrix]) -> Iterator[tuple[LayerRun, LayerRun | None]]:

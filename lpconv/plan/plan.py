@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.formats.spec import CODED, Format
+from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf.arranged import TRANSPOSED, arranged
@@ -81,7 +81,7 @@ class PlannedTensor:
             and self.form.takes_codes
             and self.form.format is not None
             and self.form.format.is_narrow
-            and len(self.info.shape) in ((2,) if self.form.format is CODED else (2, 3))  # one matrix for each expert
+            and len(self.info.shape) in (2, 3)  # one matrix, or one for each expert
             and not self.is_transposed
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from lpconv.formats.grains import TENSOR, get_grain
-from lpconv.formats.spec import CODED, FORMATS, OF_DTYPE
+from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.models.ties import tie_warnings
@@ -126,10 +126,7 @@ def _nearest_warnings(plan: Plan) -> Iterator[str]:
     if plan.options.rounding == NEAREST or not any(form.rounding for form in narrow):
         return
     tokens = tokens_per_expert({form.name: form.rounding for form in narrow})
-    coded = [form.name for form in narrow if form.format is CODED and len(form.shape) > 2]
-    if coded:
-        yield f"{code_list(coded)}: rounded to nearest, since --bits has no error feedback for experts in one tensor"
-    nearest = [form.name for form in narrow if form.rounding is None and form.name not in coded]
+    nearest = [form.name for form in narrow if form.rounding is None]
     if left := [name for name in nearest if not is_expert(name)]:
         stacks = dict.fromkeys(re.sub(r"\.\d+\..*", ".*", name) for name in left)
         why = "rounded to nearest, because no layer that reads the calibration text uses them"

@@ -337,9 +337,8 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, kind: str) -> None:
-    """Two of three experts of the second layer are reached. The codes of the other one are the nearest."""
+def with_experts(kind: str, folder: Path) -> Path:
+    """A model with three experts in one tensor, of which all tokens choose two in the second layer."""
     cls = getattr(transformers, f"{kind}ForCausalLM")
     config = cls.config_class(
         num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2,
@@ -350,8 +349,15 @@ def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, k
     with torch.no_grad():
         router = next(p for n, p in model.model.layers[1].named_parameters() if "router" in n)
         router.zero_()  # all tokens choose the same two experts
-    model.save_pretrained(tmp_path / "plain")
-    with_demo_tokenizer(tmp_path / "plain")
+    model.save_pretrained(folder)
+    with_demo_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, kind: str) -> None:
+    """Two of three experts of the second layer are reached. The codes of the other one are the nearest."""
+    with_experts(kind, tmp_path / "plain")
     result = rounded(tmp_path / "plain", tmp_path / "output", **INT4)
     records = {t.name: t.rounding for t in result.tensors if len(t.shape) == 3 and t.rounding is not None}
     assert len(records) == 4
@@ -369,6 +375,26 @@ def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, k
         for name in records:
             is_same = [torch.equal(a, b) for a, b in zip(ours.tensor(name), nearest.tensor(name), strict=True)]
             assert sum(is_same) == (".layers.1." in name)
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("GraniteMoe", "gptq"), ("GptOss", "gptaq"), ("Llama4", "gptq")])
+def test_entropy_coded_experts_in_one_tensor_share_a_step(tmp_path: Path, kind: str, rounding: str) -> None:
+    plain, output = with_experts(kind, tmp_path / "plain"), tmp_path / "output"
+    result = rounded(plain, output, budget_bits=3.0, rounding=rounding)
+    stacks = {t.name: t for t in result.tensors if len(t.shape) == 3}
+    records = [t.rounding for t in stacks.values() if t.rounding is not None]
+    assert len(records) == len(stacks) == 4
+    assert all(r.output_error is not None and r.nearest_error is not None for r in records)
+    assert all((r.output_error or 1) < 0.9 * (r.nearest_error or 0) for r in records)
+    assert [r.num_nearest for r in records] == [0, 0, 1, 1]
+    assert all(t.bytes_out == int(3 * math.prod(t.shape) / 8) for t in stacks.values())
+    assert verified(output, plain).passed
+    source, stored = load_file(plain / FILE), load_file(output / FILE)
+    with StoredTensors.open(output) as ours:
+        for name in stacks:
+            step, got, wanted = float(stored[f"{name}_scale"]), ours.tensor(name).double(), source[name].double()
+            is_nearest = (got == (wanted / step).round() * step).all((1, 2))
+            assert int(is_nearest.sum()) == (".layers.1." in name)  # the one that no token reaches
 
 
 @pytest.mark.parametrize("rounding", ["gptq", "gptaq"])
