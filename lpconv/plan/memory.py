@@ -185,10 +185,11 @@ def _working(weights: Sequence[PlannedTensor], walks: int) -> int:
 
 
 def _codes_of_layer(weights: Sequence[PlannedTensor]) -> int:
-    """Bytes of the weights of the largest layer once they are rounded."""
+    """Bytes of the weights of the largest layer once they are rounded; experts in one tensor are coded at the end."""
     sizes = Counter[str]()
     for t in weights:
-        sizes[match[0] if (match := _LAYER.match(t.name)) else ""] += t.bytes_out
+        bytes_out = t.form.plain.num_bytes if len(t.info.shape) > 2 else t.bytes_out
+        sizes[match[0] if (match := _LAYER.match(t.name)) else ""] += bytes_out
     return max(sizes.values(), default=0)
 
 
