@@ -126,11 +126,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table: the adapter's gain in nats, and the share of it after each way of merging."""
     ways = tuple(dict.fromkeys(r["way"] for r in rows))
     cells = {(r["model"], r["steps"], r["way"]): r for r in rows}
-    lines = [
-        (model, f"{steps}", f"{cells[model, steps, ways[0]]['gain']:.3f}")
-        + tuple(f"{r['kept']:.0%} ({r['kl_after']:.2g})" if (r := cells.get((model, steps, w))) else "" for w in ways)
-        for model, steps in dict.fromkeys((r["model"], r["steps"]) for r in rows)
-    ]
+    lines = []
+    for model, steps in dict.fromkeys((r["model"], r["steps"]) for r in rows):
+        found = [cells.get((model, steps, way)) for way in ways]
+        gain = next(r["gain"] for r in found if r)
+        kept = (f"{r['kept']:.0%} ({r['kl_after']:.2g})" if r else "" for r in found)
+        lines.append((model, f"{steps}", f"{gain:.3f}", *kept))
     return common.markdown(("model", "steps of the adapter", "gain, nats per token", *ways), lines)
 
 
