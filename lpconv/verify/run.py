@@ -34,6 +34,7 @@ from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
+_NONE: Mapping[str, str] = {}
 STATEMENT = "https://in-toto.io/Statement/v1"  # `_type` of attestations
 
 
@@ -61,7 +62,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     check(options)
     if options.detect is not None and options.data is None and not options.tasks:
         raise UsageError("--detect needs a text or tasks to plan for", hint="add --data FILE or --tasks NAME")
-    attested = None if options.attestation is None else _check_attestation(directory, options.attestation, progress)
+    subjects = {} if options.attestation is None else _subjects(options.attestation)
+    attested = check_hashes(directory, progress, subjects) if subjects else None
     if attested is not None and attested.mismatched:
         problems = tuple(f"`{n}` does not match the attestation" for n in attested.mismatched)
         return VerifyResult(level="hash", passed=False, attestation=attested, problems=problems)
@@ -78,7 +80,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         check_seq_len(options.seq_len, num_positions(reference.config))
         check_text(options.data, reference.directory, reference.config, options.seq_len)
         early_gates = []  # all gates wait for the outputs on the text
-    result = dataclasses.replace(_verify_stored(directory, options, early_gates, progress), attestation=attested)
+    result = _verify_stored(directory, options, early_gates, progress, hashes=subjects)
+    result = dataclasses.replace(result, attestation=attested)
     if options.data is not None:
         result = _with_text(result, directory, reference, options, progress)
     if options.tasks:
@@ -132,8 +135,10 @@ def with_source(directory: Path, options: VerifyOptions) -> VerifyOptions:
     return dataclasses.replace(options, against=against)
 
 
-def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate], progress: Progress) -> VerifyResult:
-    """Check an output at the level of the options, without text and tasks."""
+def _verify_stored(
+    directory: Path, options: VerifyOptions, gates: Sequence[Gate], progress: Progress, hashes: Mapping[str, str]
+) -> VerifyResult:
+    """Check an output at the level of the options, without text and tasks. `hashes` are those of files just read."""
     against, level, is_tuned = options.against, options.level, is_trained(directory)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
@@ -159,10 +164,10 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     source = named or (recorded.open_source(option="--against") if is_compared else None)
     if source is not None:
         recorded.check_source(source.origin.name, stored_shapes(source))
-    hashes = check_hashes(directory, progress)
-    problems = tuple(f"`{n}` does not match {SUMS}" for n in hashes.mismatched)
+    hashed = check_hashes(directory, progress, known=hashes)
+    problems = tuple(f"`{n}` does not match {SUMS}" for n in hashed.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
-    result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
+    result = VerifyResult(level="hash", passed=not problems, hash=hashed, files=files, problems=problems)
     if not problems:
         _ = recorded.checkpoint  # raises an error if there are no weights
         result = dataclasses.replace(result, warnings=tuple(lost_signals(recorded.tensors)))
@@ -231,8 +236,8 @@ def _with_text(
     )
 
 
-def _check_attestation(directory: Path, path: Path, progress: Progress) -> HashCheck:
-    """Check every subject of an in-toto statement. Raises InputError if its subjects are not files with hashes."""
+def _subjects(path: Path) -> dict[str, str]:
+    """File names and digests of an in-toto statement. Raises InputError if its subjects are not files with hashes."""
     document = read_json(path)
     try:
         digests = {str(s["name"]): str(s["digest"]["sha256"]) for s in document["subject"]}
@@ -240,21 +245,26 @@ def _check_attestation(directory: Path, path: Path, progress: Progress) -> HashC
         digests = {}
     if document.get("_type") != STATEMENT or not digests or not all(map(is_plain, digests)):
         raise InputError(f"`{path}` is not an in-toto statement", hint="pass the file that `lpconv attest` wrote")
-    return check_hashes(directory, progress, digests)
+    return digests
 
 
-def check_hashes(directory: Path, progress: Progress, digests: Mapping[str, str] | None = None) -> HashCheck:
+def check_hashes(
+    directory: Path,
+    progress: Progress,
+    digests: Mapping[str, str] | None = None,
+    known: Mapping[str, str] | None = None,
+) -> HashCheck:
     """Check every file in `digests` (default: SHA256SUMS). All files but the run's own reports must be listed there.
 
-    Raises InputError if there is no SHA256SUMS.
+    Files with `known` hashes are not read again. Raises InputError if there is no SHA256SUMS.
     """
-    digests = listed_files(directory) if digests is None else digests
-    sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
+    digests, known = listed_files(directory) if digests is None else digests, known or {}
+    sizes = {n: (directory / n).stat().st_size for n in digests.keys() - known.keys() if os.path.isfile(directory / n)}
     progress.start("hashing", sum(sizes.values()))
     marker = PACKED if (directory / PACKED).is_file() else MARKER
     mismatched = sorted({"config.json", marker, *summed_files(directory)} - digests.keys())
     with ThreadPoolExecutor(len(usable_cores())) as pool:  # hashing releases the GIL
-        hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
+        hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else known.get(n), digests)
         for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
             mismatched += [] if hashed == digest else [name]
             progress.advance(sizes.get(name, 0))
