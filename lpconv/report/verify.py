@@ -439,7 +439,7 @@ def percent(share: float | None) -> str:
 
 
 def task_text(check: TaskCheck) -> str:
-    """The result for one score: "loses 1.2 ± 0.8 points on arc_easy (acc, 400 questions)"."""
+    """The result for one score: "loses 1.2 (0.4 to 2.0) points on arc_easy (acc, 400 questions)"."""
     questions = plural(check.num_questions, "question")
     if check.drop is None:
         scores = f"{_score_text(check, check.score)}, and {_score_text(check, check.source_score)} for the source"
@@ -450,16 +450,15 @@ def task_text(check: TaskCheck) -> str:
         needed = plural(check.drop.num_needed, "question")
         shown += f", and {_drop_text(check, check.drop.wanted)} by {needed}"
     if check.drop.low <= 0 <= check.drop.high:
-        gain = _gain_text(check, 0.0 - check.drop.value)
+        gain = _gain_text(check)
         return f"no difference on {check.task} that {questions} could show ({check.metric}: {gain}{shown})"
-    word = "loses" if check.drop.value > 0 else "gains"
-    gain = _gain_text(check, abs(check.drop.value)).removeprefix("+")
-    return f"{word} {gain} on {check.task} ({check.metric}, {questions}{shown})"
+    word, direction = ("loses", 1) if check.drop.value > 0 else ("gains", -1)
+    return f"{word} {_gain_text(check, direction, sign='')} on {check.task} ({check.metric}, {questions}{shown})"
 
 
 def _task_tile(check: TaskCheck) -> Tile:
     """The gain in one score as a headline number, or the score if there is no gain to give."""
-    figure = _gain_text(check, 0.0 - check.drop.value) if check.drop else _score_text(check, check.score)
+    figure = _gain_text(check) if check.drop else _score_text(check, check.score)
     detail = f"{plural(check.num_questions, 'question')}, answered by both models"
     return Tile(label=f"{check.task}, {check.metric}", figure=figure, detail=detail)
 
@@ -469,7 +468,7 @@ def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
     flips = ("Right → wrong", "Wrong → right") if any(c.num_lost is not None for c in checks) else ()
     columns = ("Task", "<Score", "Questions", "Compared with", "This model", "Gain", "Seen from", *flips)
     about = (
-        "Both models answered the same questions. ± is the 95 % interval of the gain, from the differences question by "
+        "Both models answered the same questions. A gain has its 95 % interval, from the differences question by "
         "question; a true drop of Seen from would be outside of it in 80 % of cases."
     )
     rows = tuple(_row(c)[: len(columns)] for c in checks)
@@ -479,7 +478,7 @@ def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
 
 def _row(check: TaskCheck) -> tuple[str, ...]:
     scores = (_score_text(check, score) for score in (check.source_score, check.score))
-    gain = _gain_text(check, 0.0 - check.drop.value) if check.drop else MISSING
+    gain = _gain_text(check) if check.drop else MISSING
     shown = _drop_text(check, check.drop.detectable) if check.drop else MISSING
     flips = map(count_text, (check.num_lost, check.num_won))
     return (check.task, check.metric, count_text(check.num_questions), *scores, gain, shown, *flips)
@@ -496,10 +495,10 @@ def _drop_text(check: TaskCheck, drop: float | None) -> str:
     return f"{drop:.2g}" if check.num_lost is None else f"{100 * drop:.1f} points"
 
 
-def _gain_text(check: TaskCheck, gain: float) -> str:
-    """A gain with its interval, in percentage points for scores that are shares: "-1.2 ± 0.8 points"."""
+def _gain_text(check: TaskCheck, direction: int = -1, sign: str = "+") -> str:
+    """The gain, or with `direction` 1 the drop, and its interval: "-1.2 (-2.0 to -0.4) points" for scores of shares."""
     assert check.drop is not None
-    half = check.drop.high - check.drop.value
-    if check.num_lost is None:
-        return f"{gain:+.3g} ± {half:.2g}"
-    return f"{100 * gain:+.1f} ± {100 * half:.1f} points"
+    is_share, low, high = check.num_lost is not None, direction * check.drop.low, direction * check.drop.high
+    figures = (direction * check.drop.value, min(low, high), max(low, high))
+    value, low_text, high_text = (f"{100 * x:{sign}z.1f}" if is_share else f"{x:{sign}z.3g}" for x in figures)
+    return f"{value} ({low_text} to {high_text})" + " points" * is_share

@@ -132,8 +132,8 @@ def test_answers_to_tasks_are_a_step_a_headline_and_a_table() -> None:
     document = described(level="weights", passed=True, weights=weights(), tasks=(task,))
     outcome, said = steps(document)["task"]
     assert outcome == "passed"
-    assert re.match(r"loses 2\.5 ± 2\.0 points .*quiz \(acc, 400 .*2\.8 points", said)
+    assert re.match(r"loses 2\.5 \(0\.5 to 4\.5\) points .*quiz \(acc, 400 .*2\.8 points", said)
     tile = next(t for t in document.tiles if t.label == "quiz, acc")
-    assert tile.figure == "-2.5 ± 2.0 points"
+    assert tile.figure == "-2.5 (-4.5 to -0.5) points"
     (table,) = (b for b in section_of(document, "Answers to tasks").blocks if isinstance(b, Table))
-    assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 ± 2.0 points", "2.8 points", "14", "4"),)
+    assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 (-4.5 to -0.5) points", "2.8 points", "14", "4"),)
