@@ -28,8 +28,9 @@ def attest(directory: Path, *, against: str | None, progress: Progress) -> dict[
     options = VerifyOptions(against=against, level="hash" if against is None else "weights")
     checked = verify_output(directory, options, progress=progress)
     if not checked.passed:
-        is_changed = checked.hash is not None and checked.hash.mismatched
-        raise (InputError if is_changed else VerificationError)(checked.problems[0], hint=FETCH_AGAIN)
+        if checked.hash is not None and checked.hash.mismatched:
+            raise InputError(checked.problems[0], hint=FETCH_AGAIN)
+        raise VerificationError(checked.problems[0], hint="pass the checkpoint that was converted to --against")
     source = from_json(SourceRecord, recorded.provenance["source"])
     if against is not None:
         opened = open_readable(against)

@@ -13,6 +13,8 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.plan.files import write_sums
 from lpconv.plan.options import ConvertOptions
+from lpconv.storage.place import sha256_of
+from tests.helpers.gguf_files import demo_with_merges
 
 
 def _run(*words: str | Path) -> Any:
@@ -50,3 +52,31 @@ def test_a_changed_or_trained_output_is_not_attested(tmp_path: Path, name: str, 
     convert("demo", tmp_path / "out", ConvertOptions(verify="none"))
     (tmp_path / "out" / name).write_text("{}")
     assert _run("attest", tmp_path / "out").exit_code == code
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "gguf": {"layout": "gguf", "format": "int8", "granularity": "group:32"},
+    "bits": {"budget_bits": 4.0},
+    "shards": {"format": "e4m3fn", "max_shard_size": 500_000},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_of_every_form_are_attested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Every file is read once, and a changed bit of the weights is noticed."""
+    source, out, path = demo_with_merges(tmp_path / "source"), tmp_path / "out", tmp_path / "out.intoto.json"
+    convert(str(source), out, ConvertOptions(**FORMS[form], verify="none"))
+    assert _run("attest", out, "--against", source).exit_code == 0
+    document = json.loads(path.read_text())
+    files = sorted(p for p in out.iterdir() if not p.name.startswith("report."))
+    assert document["subject"] == [{"name": p.name, "digest": _digest(p)} for p in files]
+    weights = [p for p in files if p.suffix in (".safetensors", ".gguf")]
+    assert len(weights) == (2 if form == "shards" else 1)
+    read: list[Path] = []
+    monkeypatch.setattr("lpconv.verify.run.sha256_of", lambda file: read.append(file) or sha256_of(file))
+    assert _run("verify", out, "--attestation", path).exit_code == 0
+    assert sorted(read) == files
+    data = bytearray(weights[0].read_bytes())
+    data[-1] ^= 1
+    weights[0].write_bytes(data)
+    assert _run("verify", out, "--attestation", path).exit_code == 5
