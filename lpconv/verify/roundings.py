@@ -2,9 +2,9 @@
 
 A weight divided by its scale lies between two neighbouring codes. The file has the *nearest*, the *second*, or one
 *further* away; the last two are *turned*. Rounding to nearest turns none. Tuned rounding (AutoRound, arXiv 2309.05516)
-shifts weights by up to half a step, and so turns codes to the second only. Error feedback (GPTQ, arXiv 2210.17323)
-adds errors of other columns, which turns a fifth of all codes, some of them further, but none in the first column.
-Turned codes can also plant a behaviour (QuRA, arXiv 2510.09647), and half of all codes turned cost only 3 dB.
+shifts weights by half a step or hardly more, and so turns codes to the second only. Error feedback (GPTQ, arXiv
+2210.17323) adds errors of other columns, which turns a fifth of all codes, some of them further, but none in the first
+column. Turned codes can also plant a behaviour (QuRA, arXiv 2510.09647), and half of all codes turned cost only 3 dB.
 
 Tools divide in bf16 or fp16, multiply by a reciprocal, or store a rounded scale. So a code counts as nearest if it is
 within three roundings to bf16 of a tie. Codes at the end of their range are nearest for all weights beyond.
@@ -29,7 +29,10 @@ from lpconv.storage.source import Source, read_range
 
 GROUP = 32  # elements of a row whose factor, and distance from the source, are judged together
 _TIE = 2.0**-7  # relative: three roundings to bf16
+# Steps to the second neighbour, by tuning in 10 steps: its shifts end within (n + 1) / 2n, because rates fall linearly.
+_SECOND = 1.05
 _FEW = 1e-4  # share of turned codes that counts as none
+_FARTHEST = 0.75  # of turned codes, by error feedback; steps of FP8 are finer for small codes, so half of them are
 _RARE = 0.02  # share of groups that may be unlike the others, such as those with very small weights
 # Ratio of the parts of the range that groups may need if scales follow from the largest weights, by dtype of scales.
 _SPREAD, _SPREAD_FLOAT, _SEARCHED = {"F8_E4M3": 1.15, "U8": 2.01, "F8_E8M0": 2.01}, 1.02, 2.5
@@ -50,7 +53,7 @@ def check_rounding(stored: StoredTensors, name: str, source: Source) -> Rounding
         x = read_range(source, name, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
         for steps, reach in _distances(stored, grid, x, start, stop):
             is_turned = steps > 0.5
-            num_further += int((steps > 1).sum())
+            num_further += int((steps > _SECOND).sum())
             groups = functional.pad(steps, (0, -steps.shape[1] % GROUP)).reshape(-1, GROUP)
             num_far += int((groups.mean(1) > 1).sum())
             rows.append(is_turned.sum(1))
@@ -74,7 +77,7 @@ def _kind(turned: float, further: float) -> str:
         return "nearest"
     if further <= _FEW:
         return "tuned"
-    return "feedback" if further < turned / 2 else "unknown"
+    return "feedback" if further < _FARTHEST * turned else "unknown"
 
 
 def explains_factors(check: RoundingCheck) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -47,18 +48,42 @@ def test_honest_files_raise_no_suspicion(tmp_path: Path, scheme: str, dtype: tor
     assert {c.scales for c in checks} == ({""} if "FP8" in scheme and scheme != "MXFP8" else {"amax"})
 
 
+def packed(codes: Tensor) -> Tensor:
+    words = ((codes + 8).view(len(codes), -1, 8) << 4 * torch.arange(8)).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("W4A16", "tuned"), ("FP8_DYNAMIC", "feedback")])
+def test_tuning_and_error_feedback_are_told_apart(tmp_path: Path, scheme: str, kind: str) -> None:
+    """AutoRound's shifts reach 0.55 steps in 10 steps. Feedback moves small numbers by many of their fine FP8 steps."""
+    out, draws = tmp_path / "out", torch.Generator().manual_seed(0)
+    convert("demo", out, ConvertOptions(scheme=scheme, verify="none"))
+    stored, weights = load_file(out / "model.safetensors"), load_file(demo_checkpoint() / "model.safetensors")
+    for name in [n.removesuffix("_scale") for n in stored if n.endswith("_scale")]:
+        scales = stored[f"{name}_scale"].float()
+        unit = weights[name] / scales.repeat_interleave(weights[name].shape[1] // scales.shape[1], 1)
+        if kind == "tuned":
+            shifts = (torch.rand(unit.shape, generator=draws) - 0.5) * 1.1
+            stored[f"{name}_packed"] = packed((unit + shifts).round().long().clamp(-8, 7))
+        else:
+            errors = 0.04 * unit.std() * torch.randn(unit.shape, generator=draws)
+            stored[name] = (unit + errors).clamp(-448, 448).to(torch.float8_e4m3fn)
+    save_file(stored, out / "model.safetensors", {"format": "pt"})
+    result = compare(out, demo_checkpoint(), gates=(), progress=Silent())
+    assert result.passed, result.problems
+    assert {(t.rounding.kind, t.rounding.unusual) for t in result.tensors if t.rounding} == {(kind, "")}
+
+
 def test_turned_codes_are_counted_and_found(tmp_path: Path) -> None:
     """One in 1,000 codes is moved across its weight, in one of 28 weights."""
     out = tmp_path / "out"
     convert("demo", out, ConvertOptions(scheme="W4A16", scale="search", verify="none"))
     stored, weight = load_file(out / "model.safetensors"), load_file(demo_checkpoint() / "model.safetensors")[PLANTED]
-    shifts = 4 * torch.arange(8)
-    codes = ((stored[f"{PLANTED}_packed"].long().unsqueeze(2) >> shifts) & 15).flatten(1) - 8
+    codes = ((stored[f"{PLANTED}_packed"].long().unsqueeze(2) >> 4 * torch.arange(8)) & 15).flatten(1) - 8
     offset = weight / stored[f"{PLANTED}_scale"].float().repeat_interleave(128, 1) - codes
     draws = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0))
     moved = (draws < 1e-3) & (codes.abs() < 7) & (offset.abs() < 0.4)
-    words = ((codes + moved * offset.sign().long() + 8).view(len(codes), -1, 8) << shifts).sum(2)
-    stored[f"{PLANTED}_packed"] = torch.where(words >= 2**31, words - 2**32, words).int()
+    stored[f"{PLANTED}_packed"] = packed(codes + moved * offset.sign().long())
     save_file(stored, out / "model.safetensors", {"format": "pt"})
     command = ["verify", str(out), "--against", "demo", "--level", "values"]
     page = ["--html", str(tmp_path / "page.html"), "--gate", "nearest>=0.99"]
