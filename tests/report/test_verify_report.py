@@ -136,4 +136,6 @@ def test_answers_to_tasks_are_a_step_a_headline_and_a_table() -> None:
     tile = next(t for t in document.tiles if t.label == "quiz, acc")
     assert tile.figure == "-2.5 (-4.5 to -0.5) points"
     (table,) = (b for b in section_of(document, "Answers to tasks").blocks if isinstance(b, Table))
-    assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 (-4.5 to -0.5) points", "2.8 points", "14", "4"),)
+    assert table.rows == (
+        ("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 (-4.5 to -0.5) points", "2.8 points", "14", "4"),
+    )
