@@ -172,12 +172,12 @@ class Grid(Stored):
     def _values(self, raw: Sequence[Tensor], span: Span, side: Side) -> Tensor:
         x = self.codes.numbers(raw[0], span)
         if self.zeros is not None:
-            x = x - self._spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
-        x = x * self._spread(self.scales, self.scales_of(raw[1], span, side), span, side)
+            x = x - self.spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
+        x = x * self.spread(self.scales, self.scales_of(raw[1], span, side), span, side)
         x = x.t() if self.is_transposed else x
         return (x if self.columns is None else x * side[self.columns.name].float()).reshape(-1)
 
-    def _spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
+    def spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
         """Expand numbers of groups to the elements of a span, which contains all groups since they run along rows."""
         if self.order is None:
             return plane.spread(x, span)

@@ -55,7 +55,7 @@ from lpconv.report.tensors import (
     worst_table,
     worst_tensors,
 )
-from lpconv.report.verify import outcome_of, outputs_tile, percent, verification_section, verify_headline
+from lpconv.report.verify import outcome_of, outputs_tile, verification_section, verify_headline
 from lpconv.results import ConvertResult, FileRecord, LogitsCheck, PartResult, PlanResult, TensorRecord
 
 _SHARDS, _WORST = 8, 10  # most files and tensors shown on a terminal
@@ -475,7 +475,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "outputs compared on": lambda r: _logits(r, lambda c: c.inputs or MISSING),
     "outputs bit-equal": lambda r: _logits(r, lambda c: {True: "yes", False: "no", None: MISSING}[c.bit_equal]),
     "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
-    "same top prediction": lambda r: _logits(r, lambda c: percent(c.top1_agreement)),
+    "same top prediction": lambda r: _logits(r, lambda c: share_text(c.top1_agreement, 1)),
     "KL": lambda r: _logits(r, lambda c: MISSING if c.mean_kl is None else kl_text(c.mean_kl)),
     "verification": lambda r: outcome_of(r.verify),
     "time": lambda r: duration_text(r.seconds),

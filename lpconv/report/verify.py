@@ -151,7 +151,7 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
     rows = (
         ("KL divergence", number_text(kl, 2), f"nats per position: {kl_words(kl or 0)}"),
         ("KL divergence, back", number_text(logits.reverse_kl, 2), "from this model to the other one"),
-        ("Same top prediction", percent(logits.top1_agreement), "of positions"),
+        ("Same top prediction", share_text(logits.top1_agreement, 1), "of positions"),
         ("Perplexity", number_text(logits.perplexity, 4), "of the next token, this model"),
         ("Perplexity, other", number_text(logits.source_perplexity, 4), "of the next token, the model compared with"),
         *(_loss_rows(logits.loss_gap) if logits.loss_gap else ()),
@@ -266,11 +266,10 @@ def _reasons(v: VerifyResult) -> list[str]:
 def checks(v: VerifyResult) -> tuple[Check, ...]:
     """Every step of the verification in order: hashes, files, weights, output errors, outputs, gates."""
     steps = []
-    if v.attestation:
-        text = _hash_words(v.attestation, "the attestation")
-        steps.append(Check(name="attestation", outcome=_outcome(not v.attestation.mismatched), text=text))
-    if v.hash:
-        steps.append(Check(name="hashes", outcome=_outcome(not v.hash.mismatched), text=_hash_words(v.hash)))
+    for name, words, hashed in (("attestation", "the attestation", v.attestation), ("hashes", "SHA256SUMS", v.hash)):
+        if hashed:
+            text = _hash_words(hashed, words)
+            steps.append(Check(name=name, outcome=_outcome(not hashed.mismatched), text=text))
     if v.files:
         outcome = _outcome(not v.files.different) if v.files.compared else "not run"
         steps.append(Check(name="files", outcome=outcome, text=_files_words(v.files)))
@@ -357,7 +356,7 @@ def _codes_words(checks: Sequence[RoundingCheck]) -> str:
     parts = []
     for kind, num in Counter(c.kind for c in checks).most_common():
         shares = [c.turned for c in checks if c.kind == kind]
-        ends = " to ".join(dict.fromkeys(percent(x) for x in (min(shares), max(shares))))
+        ends = " to ".join(dict.fromkeys(share_text(x, 1) for x in (min(shares), max(shares))))
         turned = "" if kind == "nearest" else f" ({ends} of codes are not the nearest)"
         parts.append(f"{count_text(num)} with {_ROUNDINGS[kind]}{turned}")
     rules = Counter(_SCALES[c.scales] for c in checks if c.scales).most_common()
@@ -371,7 +370,7 @@ def _codes_section(tensors: Sequence[ComparedTensor]) -> Section | None:
     """The weights whose codes stand out, and on a page the share of turned codes of all."""
     odd = [(t.name, t.rounding) for t in tensors if t.rounding and t.rounding.unusual]
     rows = tuple(
-        (n, *(percent(x / c.num_codes) for x in (c.num_second, c.num_further)), _ROUNDINGS[c.kind], c.unusual)
+        (n, *(share_text(x / c.num_codes, 1) for x in (c.num_second, c.num_further)), _ROUNDINGS[c.kind], c.unusual)
         for n, c in odd
     )
     columns = ("Tensor", "Second neighbour", "Further", "<Consistent with", "<Unlike its siblings")
@@ -426,16 +425,8 @@ def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
         seen = f" (a rise above {100 * math.expm1(shown):.2g} % would have been seen)" if shown and shown < 1 else ""
         parts.append(f"perplexity {number_text(check.source_perplexity, 4)} → {number_text(check.perplexity, 4)}{seen}")
     if check.top1_agreement is not None:
-        parts.append(f"the same top prediction at {percent(check.top1_agreement)} of positions")
+        parts.append(f"the same top prediction at {share_text(check.top1_agreement, 1)} of positions")
     return ", ".join(parts) or "outputs were compared with the source's"
-
-
-def percent(share: float | None) -> str:
-    """A share of positions in per cent."""
-    if share is None:
-        return MISSING
-    # In millionths, so that share_text can tell 99.999 % from 100 %.
-    return share_text(round(share * 1_000_000) if abs(share) <= 1 else share, 1_000_000)
 
 
 def task_text(check: TaskCheck) -> str:

@@ -21,7 +21,6 @@ from lpconv.forms import grid_of
 from lpconv.forms.facts import block_ranges
 from lpconv.forms.form import Side
 from lpconv.forms.grid import Grid
-from lpconv.forms.planes import Plane, Span
 from lpconv.layouts.reader import StoredTensors
 from lpconv.report.numbers import share_text
 from lpconv.results import RoundingCheck
@@ -135,8 +134,8 @@ def _distances(stored: StoredTensors, grid: Grid, x: Tensor, start: int, stop: i
     for span in grid.spans(start, stop):
         parts = [next(raw) for _ in grid.planes]
         codes = grid.codes.numbers(parts[0], span)
-        scales = _spread(grid, grid.scales, grid.scales_of(parts[1], span, side), span, side)
-        middle = _spread(grid, grid.zeros, grid.zeros.numbers(parts[2], span), span, side) if grid.zeros else None
+        scales = grid.spread(grid.scales, grid.scales_of(parts[1], span, side), span, side)
+        middle = grid.spread(grid.zeros, grid.zeros.numbers(parts[2], span), span, side) if grid.zeros else None
         codes, scales = (codes.t(), scales.t()) if grid.is_transposed else (codes, scales)
         middle = torch.zeros(()) if middle is None else middle.t() if grid.is_transposed else middle
         if grid.columns is not None:
@@ -153,14 +152,6 @@ def _distances(stored: StoredTensors, grid: Grid, x: Tensor, start: int, stop: i
             exponents = torch.frexp(unit)[1] - 1 - grid.format.mantissa_bits
             step = torch.ldexp(step, exponents).clamp_min_(grid.format.min_subnormal)
         yield ((unit - codes).abs() - tie) / step, reach
-
-
-def _spread(grid: Grid, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
-    """Expand numbers of groups to the elements of a span in the order of the file."""
-    if grid.order is None:
-        return plane.spread(x, span)
-    order = side[grid.order.name].long()
-    return x[order] if grid.is_transposed else x[:, order]
 
 
 def unusual(checks: Mapping[str, RoundingCheck]) -> dict[str, str]:

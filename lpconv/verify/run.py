@@ -34,7 +34,6 @@ from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
-_NONE: Mapping[str, str] = {}
 STATEMENT = "https://in-toto.io/Statement/v1"  # `_type` of attestations
 
 
