@@ -35,7 +35,7 @@ def left_out(model: nn.Module, group: int | None) -> list[str]:
 
 
 def llm_compressor(job: dict[str, Any]) -> None:
-    """Methods: "gptq" or "awq", optionally followed by an observer of scales, as in "gptq imatrix_mse"."""
+    """Methods: "gptq", "awq" or "nearest", optionally followed by an observer of scales, as in "gptq imatrix_mse"."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -52,7 +52,9 @@ def llm_compressor(job: dict[str, Any]) -> None:
     if observer:
         scheme.weights.observer = _NVFP4_OBSERVERS[observer] if job["element"] == "nvfp4" else observer
     settings = {"config_groups": {"group_0": scheme}, "ignore": left_out(model, job["group"])}
-    recipe = [GPTQModifier(**settings)] if method == "gptq" else [AWQModifier(), QuantizationModifier(**settings)]
+    recipe = [GPTQModifier(**settings)] if method == "gptq" else [QuantizationModifier(**settings)]
+    if method == "awq":
+        recipe.insert(0, AWQModifier())
     text = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     oneshot(
         model=model, tokenizer=tokenizer, recipe=recipe, dataset=text, num_calibration_samples=len(ids),
@@ -80,15 +82,32 @@ def auto_round(job: dict[str, Any]) -> None:
 
 
 def gptqmodel(job: dict[str, Any]) -> None:
-    """Method: "gptq"."""
+    """Methods: "gptq", or "gptq desc_act" for columns in the order of their inputs' size."""
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # version 7.6.0 fails on two cores without it
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     ids = torch.tensor(json.loads(Path(job["windows"]).read_text()))
-    config = QuantizeConfig(bits=4, group_size=job["group"], sym=True, desc_act=False, device="cpu")
+    config = QuantizeConfig(
+        bits=int(job["element"][3:]), group_size=job["group"], sym=True,
+        desc_act=job["method"].endswith("desc_act"), device="cpu",
+    )  # fmt: skip
     model = GPTQModel.load(job["model"], config, backend=BACKEND.TORCH)
     model.quantize([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids], batch_size=8)
     model.save(job["output"])
+
+
+def transformers_fp8(job: dict[str, Any]) -> None:
+    """Methods: "float" or "ue8m0", the format of scales of 128x128 blocks."""
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    # It asks for a GPU, which only running the quantised model needs.
+    quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer.validate_environment = lambda self, *args, **kwargs: None
+    linear = {n: m.weight for n, m in opened(job)[0].named_modules() if isinstance(m, nn.Linear)}
+    kept = [n for n, w in linear.items() if n == "lm_head" or any(side % 128 for side in w.shape)]
+    config = FineGrainedFP8Config(scale_fmt=job["method"], modules_to_not_convert=kept)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", quantization_config=config)
+    model.save_pretrained(job["output"])
 
 
 def auto_scheme(job: dict[str, Any]) -> None:
@@ -122,7 +141,10 @@ def auto_scheme(job: dict[str, Any]) -> None:
     Path(job["output"]).write_text(json.dumps({n: c["bits"] for n, c in made.layer_config.items()}))
 
 
-PEERS = {"auto-scheme": auto_scheme, "llm-compressor": llm_compressor, "auto-round": auto_round, "gptqmodel": gptqmodel}
+PEERS = {
+    "auto-scheme": auto_scheme, "llm-compressor": llm_compressor, "auto-round": auto_round, "gptqmodel": gptqmodel,
+    "transformers": transformers_fp8,
+}  # fmt: skip
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
