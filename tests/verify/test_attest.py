@@ -73,7 +73,12 @@ def test_outputs_of_every_form_are_attested(tmp_path: Path, monkeypatch: pytest.
     weights = [p for p in files if p.suffix in (".safetensors", ".gguf")]
     assert len(weights) == (2 if form == "shards" else 1)
     read: list[Path] = []
-    monkeypatch.setattr("lpconv.verify.run.sha256_of", lambda file: read.append(file) or sha256_of(file))
+
+    def hash_of(file: Path) -> str:
+        read.append(file)
+        return sha256_of(file)
+
+    monkeypatch.setattr("lpconv.verify.run.sha256_of", hash_of)
     assert _run("verify", out, "--attestation", path).exit_code == 0
     assert sorted(read) == files
     data = bytearray(weights[0].read_bytes())
