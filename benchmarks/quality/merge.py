@@ -8,6 +8,7 @@ with the scales of the base or as a new conversion; "gptaq" is a new conversion 
 on the adapter's text. All commands run on one thread. Existing rows, adapters and outputs are reused.
 """
 
+import argparse
 import json
 import os
 import shlex
@@ -56,7 +57,7 @@ def rounded(base: Path, merged: Any) -> Any:
     return merged
 
 
-def measure(name: str, steps: int, folder: Path, batch_size: int, rows: common.Rows) -> None:
+def measure(name: str, steps: int, folder: Path, args: argparse.Namespace, rows: common.Rows) -> None:
     source, base = model_folder(name, folder), folder / f"{name}-int4"
     converted(source, base, OPTIONS)
     text = texts(folder)["python"].read_text(encoding="utf-8")
@@ -64,7 +65,7 @@ def measure(name: str, steps: int, folder: Path, batch_size: int, rows: common.R
     train.write_text(text[: len(text) * 9 // 10], encoding="utf-8")
     rest.write_text(text[len(text) * 9 // 10 :], encoding="utf-8")
     (windows,) = windows_of(source, {"rest": rest}, WINDOWS).values()
-    fit = ["--data", train, "--batch-size", batch_size, "--seq-len", LENGTH, "--resume"]
+    fit = ["--data", train, "--batch-size", args.batch_size, "--seq-len", LENGTH, "--resume"]
     adapter = folder / f"{name}-adapter-{steps}"
     lora = ["--lora", 8, "--precision", "fp32", "--twin", "none", "--eval-batches", 4, "--steps", steps]
     run("finetune", base, *lora, "--lr", RATES[steps], *fit, "-o", adapter)
@@ -90,7 +91,7 @@ def measure(name: str, steps: int, folder: Path, batch_size: int, rows: common.R
         return convert
 
     def trained(output: Path) -> Any:
-        run("merge", base, adapter, *fit, "-o", output)
+        run("merge", base, adapter, *fit, "--steps", args.trained, "-o", output)
         return lpconv.load(output, dtype=torch.float32)
 
     feedback = f"--rounding gptaq --scale search --calibrate {shlex.quote(str(train))}"
@@ -112,6 +113,7 @@ def measure(name: str, steps: int, folder: Path, batch_size: int, rows: common.R
         row |= {"kl_before": float(kl_of(wanted, start).mean()), "kl_after": float(kl_of(wanted, got).mean())}
         if way == "lpconv merge":
             (trained_run,) = json.loads((output / "report.json").read_text())["runs"]
+            row |= {"trained_steps": args.trained, "batch_size": args.batch_size}
             row["kept_by_layer"] = trained_run["kept_by_layer"]
         rows.put({"model": name, "steps": steps, "way": way, **row, "seconds": time.perf_counter() - begun})
 
@@ -139,6 +141,7 @@ def main() -> None:
     parser = common.parser(__doc__, work="where models, adapters and outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "smollm2"])
     parser.add_argument("--steps", nargs="+", type=int, default=list(RATES), choices=RATES)
+    parser.add_argument("--trained", type=int, default=200, help="steps of `lpconv merge`")
     parser.add_argument("--batch-size", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -147,7 +150,7 @@ def main() -> None:
     with common.work_folder(args.work) as folder:
         for name in args.model:
             for steps in args.steps:
-                measure(name, steps, folder, args.batch_size, rows)
+                measure(name, steps, folder, args, rows)
 
 
 if __name__ == "__main__":

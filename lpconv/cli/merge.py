@@ -19,7 +19,7 @@ def merge(
     steps: Annotated[int, Ge(1), Option("Number of optimizer steps")] = 200,
     batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8,
     seq_len: Annotated[int | None, Ge(2), Option("Number of tokens per sequence", default="128")] = None,
-    lr: Annotated[float, Gt(0), Option("Peak learning rate", example="0.06")] = 0.06,
+    lr: Annotated[float | None, Gt(0), Option("Peak learning rate", default="by the number of scales")] = None,
     gates: Annotated[
         tuple[str, ...],
         gate_option("Fail with exit code 5 unless this holds, such as 'update_kept>=0.9'", kind="finetune"),

@@ -297,6 +297,15 @@ class Recovery:
             scales=_fine_scales(stored.values()),
         )
 
+    @property
+    def lr_of_merge(self) -> float | None:
+        """Peak learning rate to learn an adapter's update; None for codes, which take that of a recovery.
+
+        Adam's steps have the same size for every scale, and their errors add up as if they were random.
+        """
+        num_scales = sum(x.numel() for _, x in self.scales.values())
+        return 0.06 * math.sqrt(2**15 / max(num_scales, 2**15)) if num_scales else None
+
     def with_better_start(
         self, task: Task, batches: Sequence[Mapping[str, Tensor]], folder: Path, progress: Progress
     ) -> Self:

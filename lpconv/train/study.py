@@ -96,7 +96,8 @@ def study(
             with clock.phase("rounding the merged weights"):
                 batches = first_batches(job, job.stream(options.seed, held_out=False), _CALIBRATED, torch.device("cpu"))
                 recovery = job.recovery.with_better_start(job.task, batches, output / RUNS / MERGED, progress)
-                job = dataclasses.replace(job, recovery=recovery)
+                with_rate = dataclasses.replace(job.options, lr=options.lr or recovery.lr_of_merge)
+                job = dataclasses.replace(job, recovery=recovery, options=with_rate)
         runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
         held_out = job.stream(0, held_out=True)
