@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, recorded
 from benchmarks.cross_compile import tables as machine_code
-from benchmarks.quality import merge, own_text, peers
+from benchmarks.quality import curves, merge, own_text, peers
 from benchmarks.reproduce import four_bits, unit_attention
 from benchmarks.serving import tables as serving
 from benchmarks.speed import gpu_tables
@@ -23,6 +23,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/measured.md", "H200"): gpu_tables.summary,
     ("docs/methods/gptq.md", "own text"): lambda: own_text.table(recorded("own-text")["rows"]),
     ("docs/methods/gptq.md", "tokens"): lambda: peers.tokens_table(recorded("calibration-tokens")["rows"]),
+    ("docs/methods/entropy.md", "curves"): lambda: curves.table(curves.recorded_rows()),
     ("docs/methods/merge.md", "merge"): lambda: merge.table(recorded("merge")["rows"]),
     ("benchmarks/cross_compile/README.md", "machine code"): machine_code.machine_code,
     ("benchmarks/cross_compile/README.md", "fp8 training"): machine_code.fp8_training,

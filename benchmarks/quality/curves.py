@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality.curves            # docs/bits.png; needs matplotlib
 
-Rows of entropy-coded integers are from `bits.json`, made by `benchmarks.quality.peers` with the layouts "2.5 bits" to
-"6 bits"; all others are from `peers.json`. Bits are those of all tensors but embeddings, heads and norms, with scales.
+Rows of entropy-coded integers are from `entropy-coded.json`, which `benchmarks.quality.peers` wrote with the layouts
+"2.5 bits" to "6 bits"; all others are from `peers.json`. Bits count codes and scales of converted matrices.
 """
 
 import argparse
@@ -29,7 +29,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def recorded_rows() -> list[dict[str, Any]]:
-    rows = [*common.recorded("peers")["rows"], *common.recorded("bits")["rows"]]
+    rows = [*common.recorded("peers")["rows"], *common.recorded("entropy-coded")["rows"]]
     return [r for r in rows if "failed" not in r]
 
 
@@ -52,14 +52,14 @@ def bits_of(layout: str) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table: KL on plays and on Python, by bits per weight."""
-    lines = [
-        (MODELS[model], curve, f"{bits:g}", f"{plays:.3g}", f"{python:.3g}")
-        for model in MODELS
-        for curve in CURVES
-        for bits, plays, python in points(rows, model, curve)
-    ]
-    return common.markdown(("model", "<form and rounding", "bits", "KL, plays", "KL, Python"), lines)
+    """A Markdown table: KL on plays and on Python for each model, by form and bits per weight."""
+    lines = []
+    for curve in CURVES:
+        found = {m: {bits: kls for bits, *kls in points(rows, m, curve)} for m in MODELS}
+        for bits in sorted({bits for of_model in found.values() for bits in of_model}):
+            cells = (", ".join(f"{kl:.3g}" for kl in found[m].get(bits, ())) for m in MODELS)
+            lines.append((curve, f"{bits:g}", *cells))
+    return common.markdown(("form and rounding", "bits", *MODELS.values()), lines)
 
 
 def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -74,10 +74,11 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 bits, kls, _ = zip(*found, strict=True)
                 style = "-o" if "entropy" in curve else "--s" if len(found) > 1 else "D"
                 panel.semilogy(bits, kls, style, color=f"C{number}", label=curve, markersize=4, linewidth=1.5)
-        panel.set(title=MODELS[model], xlabel="stored bits per weight", ylabel="KL to the source, nats per token")
+        panel.set(title=MODELS[model], xlabel="stored bits per weight")
         panel.grid(alpha=0.3, which="both")
-    handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[0]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    panels[0].set_ylabel("KL to the source, nats per token")
+    drawn = {label: handle for p in panels for handle, label in zip(*p.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     figure.savefig(path, dpi=110)
 
 
