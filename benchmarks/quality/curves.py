@@ -33,7 +33,7 @@ def recorded_rows() -> list[dict[str, Any]]:
     return [r for r in rows if "failed" not in r]
 
 
-def points(rows: Sequence[dict[str, Any]], model: str, curve: str) -> list[tuple[float, float, float]]:
+def points(rows: Sequence[dict[str, Any]], model: str, curve: str) -> list[tuple[float, ...]]:
     """(bits per weight, KL on plays, KL on Python) of a curve, as means over seeds."""
     rounding, layouts = CURVES[curve]
     found = []
