@@ -139,8 +139,8 @@ def series_kind(index: int) -> str:
     return f"series-{index % len(SYMBOLS)}"
 
 
-def line_chart(title: str, description: str, lines: Sequence[Line]) -> Chart | None:
-    """A chart of lines over training steps; None if no point is finite. The title names the y axis."""
+def line_chart(title: str, description: str, lines: Sequence[Line], *, over: str = "step") -> Chart | None:
+    """A chart of lines over training steps or layers; None if no point is finite. The title names the y axis."""
     ends = [(s, v + e) for line in lines for s, v in _finite(line.series) for e in (-line.error, line.error)]
     values = [(s, v) for s, v in ends if abs(v) <= _MAX_VALUE]
     if not values:
@@ -165,7 +165,7 @@ def line_chart(title: str, description: str, lines: Sequence[Line]) -> Chart | N
         x=Axis(
             low=-0.015 * max(last, 1),
             high=1.015 * max(last, 1),
-            label="step",
+            label=over,
             ticks=tuple(Tick(at=s, label=str(s)) for s in steps),
         ),
         y=number_axis(low - room, high + room),

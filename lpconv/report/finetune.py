@@ -257,9 +257,15 @@ def _recovery_verdict(result: FinetuneResult) -> str:
         for s in run.evaluations
         if (metric := s.name.removesuffix("_published")) != s.name
     )
-    kept = "" if result.update_kept is None else f"The codes kept {share_text(result.update_kept, 1)} of the update. "
+    kept, text = result.update_kept, ""
+    if kept is not None and kept < 0:
+        text = "The model is further from the one with the adapter than before. "
+    elif kept is not None:
+        text = f"The codes kept {share_text(kept, 1)} of the adapter's change of predictions. "
+    elif run.kept_by_layer:
+        text = "The adapter does not change predictions. "
     return (
-        f"{kept}{plural(len(run.losses.steps), 'step')} towards {result.source} changed {' and '.join(changes)} on "
+        f"{text}{plural(len(run.losses.steps), 'step')} towards {result.source} changed {' and '.join(changes)} on "
         f"held-out examples. The published model in fp32: {' and '.join(published)}."
     )
 
@@ -536,7 +542,7 @@ def _training_charts(result: FinetuneResult) -> list[Chart]:
     if run.kept_by_layer:
         words = "Share of the adapter's change of the states after each layer; 1 is all of it."
         layers = Series(name="kept", steps=tuple(range(len(run.kept_by_layer))), values=run.kept_by_layer)
-        charts.insert(0, line_chart("Update kept, by layer", words, [Line(series=layers, colour=0)]))
+        charts.insert(0, line_chart("Update kept, by layer", words, [Line(series=layers, colour=0)], over="layer"))
     return [p for p in charts if p is not None]
 
 

@@ -86,6 +86,17 @@ def test_without_a_twin_nothing_is_claimed() -> None:
     assert "unknown" in verdict(result(gaps=(), twin=None, runs=(run("run"),)))
 
 
+@pytest.mark.parametrize(("kept", "words"), [(0.9, "90 %"), (-0.2, "further"), (None, "not")])
+def test_a_merge_that_moved_away_from_the_adapter_has_not_kept_0_percent(kept: float | None, words: str) -> None:
+    merged = dataclasses.replace(run("run"), update_kept=kept, kept_by_layer=(0.5, -0.25, 0.75))
+    found = result(source="codes with lora", gaps=(), twin=None, runs=(merged,))
+    first = verdict(found).split(". ")[0]
+    assert words in first
+    assert ("%" in first) == (kept == 0.9)
+    (chart,) = (c for title, c in charts_of(finetune_document(found)).items() if "by layer" in title)
+    assert chart.x.label == "layer"
+
+
 def test_perplexity_is_that_of_the_losses() -> None:
     rows = {row[0]: row for row in texts_of(gap_table(result()))}
     assert rows["held-out perplexity"][1:4] == [f"{math.exp(1.5):.5g}", f"{math.exp(1.25):.5g}", "+28 %"]
