@@ -235,6 +235,11 @@ def check_is_output(directory: Path) -> None:
         raise no_checkpoint_error(directory)
     if is_output(directory) or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+    if (directory / PACKED).is_file():
+        raise UnsupportedError(
+            f"`{directory}` has the weights of a checkpoint that lpconv did not convert, so it has no {MARKER}",
+            hint=f"check its files with `sha256sum -c {SUMS}`, or compare with `lpconv verify PATH --against MODEL`",
+        )
     raise UnsupportedError(
         f"`{directory}` was not written by lpconv: it has no {MARKER} to verify or restore it by",
         hint="pass an output of `lpconv convert`, or compare weights with `lpconv verify PATH --against MODEL`",

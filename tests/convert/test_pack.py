@@ -18,7 +18,7 @@ from lpconv.convert.pack import pack
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
-from lpconv.errors import InputError, LpconvError, OutputExistsError, UsageError
+from lpconv.errors import InputError, LpconvError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.plan.options import ConvertOptions
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify
@@ -103,6 +103,12 @@ def test_a_dry_run_estimates_the_size(packed: Path, tmp_path: Path) -> None:
 def test_options_of_other_conversions_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         pack("demo", tmp_path / "out", ConvertOptions(**options))
+
+
+def test_a_packed_source_has_no_record_to_verify_but_hashes(packed: Path) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        verify(packed, VerifyOptions())
+    assert "sha256sum" in str(refused.value.hint)
 
 
 def test_packed_and_pickled_sources_are_refused(packed: Path, tmp_path: Path) -> None:
