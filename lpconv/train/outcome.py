@@ -22,11 +22,13 @@ _FIGURES: dict[str, Callable[[EvaluationRecord], Figures]] = {
 def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
     """The gates of a run. Raises UsageError for invalid gates and for those on metrics that it will not measure."""
     gates = tuple(map(FINETUNE_GATES.parse, options.gates))
+    merges = bool(options.source and is_adapter(options.source))
     for gate in gates:
-        if gate.metric == "update_kept" and not (options.source and is_adapter(options.source)):
+        if gate.metric == "update_kept" and not merges:
             raise UsageError(f"gate `{gate.expression}` needs an adapter", hint="use `lpconv merge MODEL ADAPTER`")
         if "gap" in gate.metric and options.arithmetic.on_codes:
-            raise UsageError(f"gate `{gate.expression}` does not apply to --recover", hint="use loss or accuracy")
+            what, also = ("adapters", "update_kept, ") if merges else ("--recover", "")
+            raise UsageError(f"gate `{gate.expression}` does not apply to {what}", hint=f"use {also}loss or accuracy")
         if "gap" in gate.metric and options.twin == "none":
             raise UsageError(f"gate `{gate.expression}` needs a twin", hint="use --twin fp32 or --twin bf16")
         if gate.metric == "loss_gap_low" and options.seeds == 1:

@@ -279,6 +279,9 @@ class Recovery:
         teacher = open_to_train(task, start.source, seed=0).model
         if start.adapter is not None:
             start.adapter.merge_into(teacher)
+            if not all(p.isfinite().all() for p in teacher.parameters()):
+                name = start.adapter.folder.name
+                raise InputError(f"weights with the adapter `{name}` are not finite", hint="train the adapter again")
         return cls._of(start, Distillation(teacher), start.output, task)
 
     @classmethod

@@ -203,13 +203,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[LpconvError]]] = {
     "another model": (_rename("self_attn", "attention"), InputError),
     "another size": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj"), InputError),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), InputError),
+    "NaN": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", math.nan), InputError),
     "a damaged header": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 64), InputError),
 }
 
 
-def _write_over(folder: Path, module: str) -> None:
+def _write_over(folder: Path, module: str, value: float | None = None) -> None:
     tensors = load_file(folder / WEIGHTS)
-    tensors[f"base_model.model.{module}.lora_A.weight"] = torch.zeros(4, 3)
+    a = tensors[name := f"base_model.model.{module}.lora_A.weight"]
+    tensors[name] = torch.zeros(4, 3) if value is None else torch.full_like(a, value)
     save_file(tensors, folder / WEIGHTS)
 
 
@@ -223,6 +225,14 @@ def test_adapters_that_cannot_be_merged_are_refused(
     with pytest.raises(error):
         _merge(outputs["int4"], folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gate_on_the_gap_is_refused_by_the_metrics_that_merging_has(
+    outputs: dict[str, Path], adapter: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="adapters") as refused:
+        _merge(outputs["int4"], adapter, tmp_path / "out", gates=("loss_gap<=1",))
+    assert "update_kept" in str(refused.value.hint)
 
 
 def test_a_gate_on_the_update_needs_an_adapter(outputs: dict[str, Path], tmp_path: Path) -> None:
