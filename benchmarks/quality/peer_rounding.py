@@ -84,6 +84,7 @@ def auto_round(job: dict[str, Any]) -> None:
 def gptqmodel(job: dict[str, Any]) -> None:
     """Methods: "gptq", or "gptq desc_act" for columns in the order of their inputs' size."""
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # version 7.6.0 fails on two cores without it
+    os.environ["GPTQMODEL_DISABLE_PACK_EXT"] = "1"  # it packs in Python instead of compiling for minutes
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     ids = torch.tensor(json.loads(Path(job["windows"]).read_text()))
