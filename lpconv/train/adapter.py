@@ -17,7 +17,8 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _KNOWN = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
-    "peft_type", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
+    "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type",
+    "use_rslora",
 }  # fmt: skip
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # of `init_lora_weights` that leave W as it is
 _HINT = "merge it with PEFT's merge_and_unload, and convert the result"
@@ -49,9 +50,8 @@ class Adapter:
             raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
         stored = {n.removeprefix(_PREFIX): i.shape for n, i in read_header(folder / _FILE).tensors.items()}
         modules = [n.removesuffix(_A) for n in stored if n.endswith(_A)]
-        odd = (
-            stored.keys() - {n + end for n in modules for end in (_A, _B)} or {n + _B for n in modules} - stored.keys()
-        )
+        pairs = {n + end for n in modules for end in (_A, _B)}
+        odd = stored.keys() ^ pairs or {n for n in pairs if len(stored[n]) != 2}  # those of convolutions have 4 axes
         if odd or not modules:
             what = code_list(sorted(odd)) if odd else "no matrices"
             raise UnsupportedError(f"the adapter `{folder.name}` has {what} besides pairs of A and B", hint=_HINT)
@@ -71,19 +71,23 @@ class Adapter:
 
     def scale(self, rank: int) -> float:
         """The factor of B A. PEFT divides by √r for rank-stabilised LoRA (Kalajdzievski 2023, arXiv 2312.03732)."""
-        return float(self.config["lora_alpha"]) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return float(self.config.get("lora_alpha", 8)) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def merge_into(self, model: Any) -> None:
         """Add the products to the weights of a model in fp32."""
         from safetensors.torch import load_file
-        from torch import nn
 
-        tensors, layers = load_file(self.folder / _FILE), dict(model.named_modules())
+        from lpconv.layers import linears
+
+        tensors = {n.removeprefix(_PREFIX): x for n, x in load_file(self.folder / _FILE).items()}
+        layers = {x.name: x for x in linears(model)}
         for name in self.modules:
-            a, b = (tensors[_PREFIX + name + end].float() for end in (_A, _B))
-            layer = layers.get(name) or next(x for n, x in layers.items() if _is_weight(f"{n}.weight", name))
+            a, b = (tensors[name + end].float() for end in (_A, _B))
+            layer = layers.get(name) or next((x for n, x in layers.items() if _is_weight(f"{n}.weight", name)), None)
+            if layer is None:  # transformers has made it a part of another one, such as stacked experts
+                raise UnsupportedError(f"the model computes `{name}` in no linear layer of its own", hint=_HINT)
             update = (b @ a).mul_(self.scale(len(a)))
-            layer.weight.data += update if isinstance(layer, nn.Linear) else update.T  # Conv1D stores Wᵀ
+            layer.module.weight.data += update.T if layer.kind == "Conv1D" else update  # Conv1D stores Wᵀ
 
 
 def _is_weight(weight: str, module: str) -> bool:

@@ -66,6 +66,7 @@ def _write(folder: Path, model: nn.Module, *, std: float, **settings: Any) -> Pa
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "bias": "none", "task_type": "CAUSAL_LM"}
+    config |= {"use_qalora": False, "qalora_group_size": 16, "loftq_config": {}}  # PEFT writes unused settings, too
     modules = sorted({n.split(".")[-3] for n in tensors})
     (folder / CONFIG).write_text(json.dumps({**config, "target_modules": modules, **settings}))
     return folder
@@ -143,6 +144,31 @@ def test_scales_or_codes_approach_the_model_with_the_adapter(
     assert verify_output(tmp_path / "out", VerifyOptions(), progress=Silent()).passed
 
 
+def test_an_adapter_without_prefix_and_factor_has_the_defaults_of_peft(tmp_path: Path) -> None:
+    model, name = tiny_model("llama"), "layers.1.self_attn.v_proj"
+    folder = _write(tmp_path / "lora", model, std=0.1)
+    a, b = torch.randn(4, 32), torch.randn(16, 4)
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / WEIGHTS)
+    config = read_json(folder / CONFIG)
+    (folder / CONFIG).write_text(json.dumps({n: x for n, x in config.items() if n != "lora_alpha"}))
+    before = model.get_parameter(f"model.{name}.weight").detach().clone()
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    Adapter.open(folder, shapes, shapes).merge_into(model)
+    torch.testing.assert_close(model.get_parameter(f"model.{name}.weight"), before + 2 * b @ a)
+
+
+def test_matrices_of_stacked_experts_are_refused(tmp_path: Path) -> None:
+    model, name = tiny_model("mixtral"), "model.layers.0.block_sparse_moe.experts.0.w1"
+    folder = _write(tmp_path / "lora", model, std=0.1)
+    pair = {
+        f"base_model.model.{name}.lora_{end}.weight": torch.ones(size) for end, size in (("A", (4, 32)), ("B", (48, 4)))
+    }
+    save_file(pair, folder / WEIGHTS)
+    shapes = {f"{name}.weight": (48, 32)}  # as transformers saves them
+    with pytest.raises(UnsupportedError):
+        Adapter.open(folder, shapes, shapes).merge_into(model)
+
+
 def test_states_of_layers_are_compared_in_fp64(adapter: Path, outputs: dict[str, Path]) -> None:
     start, teacher, halfway = (lpconv.load(outputs["int4"], dtype=torch.float32) for _ in range(3))
     shapes = stored_shapes(Checkpoint.open(outputs["int4"]))
@@ -201,17 +227,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[LpconvError]]] = {
     "magnitudes": (_rename("layers.0.mlp.up_proj.lora_B", "layers.0.mlp.up_proj.lora_magnitude"), UnsupportedError),
     "the head": (_rename("model.layers.0.self_attn.q_proj", "lm_head"), LpconvError),
     "another model": (_rename("self_attn", "attention"), InputError),
-    "another size": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj"), InputError),
+    "a convolution": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", torch.zeros(4, 3, 1, 1)), UnsupportedError),
+    "another size": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", torch.zeros(4, 3)), InputError),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), InputError),
-    "NaN": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", math.nan), InputError),
+    "NaN": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", torch.full((4, 128), math.nan)), InputError),
     "a damaged header": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 64), InputError),
 }
 
 
-def _write_over(folder: Path, module: str, value: float | None = None) -> None:
+def _write_over(folder: Path, module: str, a: Tensor) -> None:
     tensors = load_file(folder / WEIGHTS)
-    a = tensors[name := f"base_model.model.{module}.lora_A.weight"]
-    tensors[name] = torch.zeros(4, 3) if value is None else torch.full_like(a, value)
+    tensors[f"base_model.model.{module}.lora_A.weight"] = a
     save_file(tensors, folder / WEIGHTS)
 
 
