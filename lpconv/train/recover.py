@@ -48,6 +48,7 @@ from lpconv.plan.options import GPTAQ
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.train.held_out import num_targets
 from lpconv.train.recoverable import Recoverable
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
@@ -72,25 +73,27 @@ class Distillation:
 
     @torch.no_grad()
     def divergence(self, model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
-        """Mean divergence of a model over equally large batches."""
-        total = []
+        """Mean divergence of a model over batches, weighted by targets as `in_fp32` does."""
+        losses, weights = list[float](), list[float]()
         for batch in batches:
             inputs = {name: x for name, x in batch.items() if name not in _NOT_FOR_MODELS}
             got, wanted = (m.eval()(**inputs).logits.flatten(0, 1) for m in (model, self.teacher))
-            total.append(float(_Divergence.apply(got, wanted)[0]))  # type: ignore[no-untyped-call]
-        return statistics.fmean(total)
+            losses.append(float(_Divergence.apply(got, wanted)[0]))  # type: ignore[no-untyped-call]
+            weights.append(num_targets(batch))
+        return statistics.fmean(losses, weights)
 
     @torch.no_grad()
     def kept_by_layer(self, start: Any, model: Any, batch: Mapping[str, Tensor]) -> tuple[float, ...]:
         """Share of the way from `start` to the teacher that a model's states after each layer have gone.
 
-        1 - ‖h - t‖ / ‖s - t‖, for the states h of the model, s of the start and t of the teacher.
+        1 - ‖h - t‖ / ‖s - t‖, for the states h of the model, s of the start and t of the teacher. NaN after a layer
+        that the teacher's change does not reach, if the model's states changed there.
         """
         inputs = {name: x for name, x in batch.items() if name not in _NOT_FOR_MODELS}
         bodies = (m.eval().base_model for m in (start, self.teacher, model))
         states = (body(**inputs, output_hidden_states=True).hidden_states[1:] for body in bodies)
         distances = ((float((x - t).norm()), float((s - t).norm())) for s, t, x in zip(*states, strict=True))
-        return tuple(1 - left / whole if whole else 1.0 for left, whole in distances)
+        return tuple(1 - left / whole if whole else math.nan if left else 1.0 for left, whole in distances)
 
     def attach(self, model: nn.Module) -> None:
         """Change the loss of a model. It then runs without dropout, as the teacher does."""

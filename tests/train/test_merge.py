@@ -169,6 +169,28 @@ def test_matrices_of_stacked_experts_are_refused(tmp_path: Path) -> None:
         Adapter.open(folder, shapes, shapes).merge_into(model)
 
 
+def test_the_divergence_is_the_mean_over_all_tokens() -> None:
+    model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
+    batches = [{"input_ids": x, "labels": x} for x in (IDS, IDS[:1].flip(1))]
+    with torch.no_grad():
+        q, p = (
+            torch.cat([m(b["input_ids"]).logits for b in batches]).double().log_softmax(-1) for m in (model, teacher)
+        )
+    wanted = float((p.exp() * (p - q)).sum(-1).mean())
+    assert Distillation(teacher).divergence(model, batches) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_share_of_a_layer_that_should_not_change_is_undefined_if_it_did() -> None:
+    start, teacher, model = (tiny_model("llama", num_hidden_layers=3) for _ in range(3))
+    with torch.no_grad():
+        teacher.model.layers[2].mlp.up_proj.weight.add_(0.1)
+        model.model.layers[1].mlp.up_proj.weight.add_(0.1)
+    first, second, third = Distillation(teacher).kept_by_layer(start, model, {"input_ids": IDS})
+    assert first == 1
+    assert math.isnan(second)
+    assert third < 0.5
+
+
 def test_states_of_layers_are_compared_in_fp64(adapter: Path, outputs: dict[str, Path]) -> None:
     start, teacher, halfway = (lpconv.load(outputs["int4"], dtype=torch.float32) for _ in range(3))
     shapes = stored_shapes(Checkpoint.open(outputs["int4"]))
