@@ -218,8 +218,8 @@ def is_output(directory: Path) -> bool:
 
 def is_trained(directory: Path) -> bool:
     """Whether training moved the weights off the source's. Recovered codes still belong to the source's weights."""
-    path = directory / TUNED
-    return path.exists() and not (read_json(path).get("arithmetic") or {}).get("on_codes")
+    asked = read_json(directory / TUNED) if (directory / TUNED).exists() else None
+    return asked is not None and bool(asked.get("merges") or not (asked.get("arithmetic") or {}).get("on_codes"))
 
 
 def check_is_output(directory: Path) -> None:

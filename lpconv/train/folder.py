@@ -32,6 +32,7 @@ from lpconv.storage.partfile import PART, check_writable, write_small, writing
 from lpconv.storage.place import NOT_A_FILE, read_error, read_small, sha256_of
 from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.recoverable import is_adapter
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
 RUNS, PUBLISHED, MERGED = "runs", "published", "merged"
@@ -44,7 +45,8 @@ def asked_for(model: str, options: FinetuneOptions) -> dict[str, Any]:
     """The model and the options that a resumed run must have in common with the one before."""
     free = fields_that_may_change(FinetuneOptions)
     fields = (f.name for f in dataclasses.fields(options) if f.name not in free)
-    return {"model": model, **{name: to_json(getattr(options, name)) for name in fields}}
+    asked = {name: to_json(getattr(options, name)) for name in fields}
+    return {"model": model, "merges": options.source is not None and is_adapter(options.source), **asked}
 
 
 def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: bool) -> None:

@@ -52,7 +52,8 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         raise UnsupportedError(f"`{name}` was not written by lpconv: it has no {MARKER} and no codes", hint=_HINT)
     recorded = read_output(output.directory)
     provenance = recorded.provenance
-    if is_trained(output.directory):
+    merges = source is not None and is_adapter(source)
+    if is_trained(output.directory) and not merges:
         raise UnsupportedError(f"`{name}` was trained after conversion, so it has no source to recover", hint=_HINT)
     options = from_json(FilledOptions, provenance["options"])
     find("method", options.method, METHODS, error=InputError)
@@ -75,7 +76,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
             f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
         )
     names, adapter, found = tuple(r.name for r in narrow), None, output
-    if source is not None and is_adapter(source):
+    if source is not None and merges:
         adapter = Adapter.open(Path(source), stored_shapes(output), names)
     else:
         found = _open_source(output, source, recorded)

@@ -25,6 +25,7 @@ from lpconv.train.adapter import Adapter
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.recover import Distillation
+from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
@@ -142,6 +143,10 @@ def test_scales_or_codes_approach_the_model_with_the_adapter(
     assert changed
     assert all(n.endswith(("_scale", "_packed")) for n in changed)  # norms and embeddings keep their bits
     assert verify_output(tmp_path / "out", VerifyOptions(), progress=Silent()).passed
+    merged = Checkpoint.open(tmp_path / "out")
+    assert check_recoverable(merged, str(adapter)).adapter is not None  # a second adapter has the same base
+    with pytest.raises(UnsupportedError):  # recovery would train the update away
+        check_recoverable(merged, None)
 
 
 def test_an_adapter_without_prefix_and_factor_has_the_defaults_of_peft(tmp_path: Path) -> None:
