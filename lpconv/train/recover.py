@@ -38,6 +38,7 @@ from lpconv.formats.grains import TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Form, Side, Stored
+from lpconv.layouts.reader import stored_shapes
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
@@ -325,10 +326,16 @@ class Recovery:
         windows = (ids for batch in batches for ids in batch["input_ids"])
         decoded = (read_tokenizer(base.directory).decode(ids, skip_special_tokens=True) for ids in windows)
         text.write_text("\n".join(decoded), encoding="utf-8")
-        if not (merged / "config.json").exists():
+        if not merged.exists():
             with quiet_transformers():
-                teacher.save_pretrained(merged)
-            copy_side_files(merged, base, model_side_files(base), renamed={})
+                teacher.save_pretrained(part := folder / "part")
+            copy_side_files(part, base, model_side_files(base), renamed={})
+            part.rename(merged)
+        if not stored_shapes(Checkpoint.open(merged)).keys() >= {*self.start.names}:
+            progress.message(
+                "the merged weights were not rounded again: transformers renames the weights of this model"
+            )
+            return self
         options, grain = self.start.options, get_grain(self.start.options.granularity or TENSOR)
         is_searched = grain is not None and grain.is_searched(FORMATS[options.format or ""])
         scale = "search" if is_searched else options.scale
