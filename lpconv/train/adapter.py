@@ -45,6 +45,8 @@ class Adapter:
         unknown = sorted(n for n, x in config.items() if n not in _KNOWN and x and (n, x) != ("bias", "none"))
         if config.get("init_lora_weights") not in _STARTS:
             unknown.append("init_lora_weights")
+        if not isinstance(config.get("lora_alpha", 8), (int, float)):
+            raise InputError(f"`{folder / ADAPTER}` has no number as `lora_alpha`", hint="save the adapter again")
         if config.get("peft_type") != "LORA" or unknown:
             what = f"sets {code_list(unknown)}" if unknown else f"is of type {config.get('peft_type')}"
             raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
@@ -56,9 +58,10 @@ class Adapter:
             what = code_list(sorted(odd)) if odd else "no matrices"
             raise UnsupportedError(f"the adapter `{folder.name}` has {what} besides pairs of A and B", hint=_HINT)
         for n in modules:
-            weight = next((x for x in shapes if _is_weight(x, n)), None)
+            named = [f"{n}.weight"] if f"{n}.weight" in shapes else [x for x in shapes if _is_weight(x, n)]
+            weight = named[0] if len(named) == 1 else None
             (rank, inputs), (outputs, again) = stored[n + _A], stored[n + _B]
-            if weight is None or {*shapes[weight]} != {inputs, outputs} or rank != again:
+            if weight is None or {*shapes[weight]} != {inputs, outputs} or not rank == again > 0:
                 raise InputError(
                     f"the adapter `{folder.name}` changes `{n}`, and the model has no such layer of its shape",
                     hint="pass the adapter of this model",
