@@ -90,7 +90,8 @@ class Adapter:
             if layer is None:  # transformers has made it a part of another one, such as stacked experts
                 raise UnsupportedError(f"the model computes `{name}` in no linear layer of its own", hint=_HINT)
             update = (b @ a).mul_(self.scale(len(a)))
-            layer.module.weight.data += update.T if layer.kind == "Conv1D" else update  # Conv1D stores Wᵀ
+            weight: Any = layer.module.weight
+            weight.data += update.T if layer.kind == "Conv1D" else update  # Conv1D stores Wᵀ
 
 
 def _is_weight(weight: str, module: str) -> bool:

@@ -93,7 +93,7 @@ def test_a_merge_that_moved_away_from_the_adapter_has_not_kept_0_percent(kept: f
     first = verdict(found).split(". ")[0]
     assert words in first
     assert ("%" in first) == (kept == 0.9)
-    (chart,) = (c for title, c in charts_of(finetune_document(found)).items() if "by layer" in title)
+    (chart,) = (c for title, c in charts_of(finetune_document(found)).items() if "kept" in title)
     assert chart.x.label == "layer"
 
 

@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[LpconvError]]] = {
     ),
     "another size": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", torch.zeros(4, 3)), InputError),
     "no factor": (_edit(lora_alpha=None), InputError),
-    "rank 0": (lambda f: [_write_over(f, "model.layers.0.mlp.up_proj", torch.zeros(0, 128))], InputError),
+    "rank 0": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", torch.zeros(0, 128)), InputError),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), InputError),
     "NaN": (lambda f: _write_over(f, "model.layers.0.mlp.up_proj", torch.full((4, 128), math.nan)), InputError),
     "a damaged header": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 64), InputError),
