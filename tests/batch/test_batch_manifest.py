@@ -377,7 +377,7 @@ class TestFields:
         command: Any = typer.main.get_command(app)
         options = {p.name for p in command.commands[kind].params if p.name is not None}
         options -= {"model", "output", "json", "quiet", "verbose", "resume", "dry_run", "help"}
-        options -= {"list_recipes", "list_schemes", "measure", "shard", "finish"}  # a manifest has `split`
+        options -= {"list_recipes", "list_schemes", "measure", "pack", "shard", "finish"}  # a manifest has `split`
         options -= {"rivals", "save", "html"} if kind == "bench" else set()
         options -= {"parallel"} if kind == "finetune" else set()  # jobs are not begun by torchrun
         names = {{"gate": "gates", "rule": "rules"}.get(name, name) for name in options}

@@ -240,7 +240,8 @@ def _advise(path: Path, out: Path) -> str:
     ):
         done = _invoke("advise", path, *asked, "-q", "--json", "-o", out)
     if done.exit_code == 0:
-        assert [row["status"] for row in json.loads(done.stdout)["rows"]] == ["measured"]
+        (row,) = json.loads(done.stdout)["rows"]
+        assert row["status"] in ("measured", "pruned")  # a model of 16 bits or fewer is not made smaller
     return _outcome(done, out)
 
 
