@@ -63,11 +63,6 @@ def _linears_of(name: str, module: Any) -> list[LinearLayer]:
     ]  # fmt: skip
 
 
-def is_same_name(a: str, b: str) -> bool:
-    """Whether two names of a parameter differ at most in a prefix, which transformers may add or remove."""
-    return f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}")
-
-
 def convolutions(model: nn.Module) -> list[nn.Module]:
     """The convolutions of a model in module order, without subclasses of torch's classes."""
     return [m for m in model.modules() if type(m) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]

@@ -1,4 +1,4 @@
-"""Look up names that people type, and suggest the nearest known name."""
+"""Look up names that people type, suggest the nearest known name, and compare names of parameters."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -25,6 +25,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     begun = [k for k in by_folded if len(folded) > 2 and k.startswith(folded)]
     matches = begun or difflib.get_close_matches(folded, by_folded, n=1)
     return by_folded[matches[0]] if matches else None
+
+
+def is_same_name(a: str, b: str) -> bool:
+    """Whether two names of a parameter differ at most in a prefix, which transformers may add or remove."""
+    return f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}")
 
 
 def known_name(name: str, known: Collection[str], spellings: Mapping[str, str] | None = None) -> str | None:

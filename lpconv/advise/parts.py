@@ -20,9 +20,9 @@ from torch import Tensor
 from lpconv.advise.candidates import Settings, convert_options, describe_conversion
 from lpconv.advise.subject import Subject, job_of, open_converted
 from lpconv.errors import UsageError
-from lpconv.layers import is_same_name
 from lpconv.layouts.linears import format_groups, group_pattern
 from lpconv.layouts.reader import stored_shapes
+from lpconv.lookup import is_same_name
 from lpconv.models.coded import CodedTensor
 from lpconv.models.whole import linears_of
 from lpconv.plan.suited import suited_options

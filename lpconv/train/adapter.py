@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.lookup import is_same_name
 from lpconv.report.numbers import code_list
 from lpconv.storage.contents import ADAPTER, read_json
 from lpconv.storage.header import read_header
 
-_FILE = "adapter_model.safetensors"
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of names
 # Settings that say nothing about the product, or that `Adapter.scale` and the tensors account for.
 _KNOWN = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
@@ -40,8 +41,8 @@ class Adapter:
         InputError if its files are damaged or belong to another model.
         """
         config = read_json(folder / ADAPTER)
-        if not (folder / _FILE).is_file():
-            raise InputError(f"`{folder}` has no {_FILE}", hint="save the adapter with PEFT's save_pretrained")
+        if not (folder / WEIGHTS).is_file():
+            raise InputError(f"`{folder}` has no {WEIGHTS}", hint="save the adapter with PEFT's save_pretrained")
         unknown = sorted(n for n, x in config.items() if n not in _KNOWN and x and (n, x) != ("bias", "none"))
         if config.get("init_lora_weights") not in _STARTS:
             unknown.append("init_lora_weights")
@@ -50,17 +51,19 @@ class Adapter:
         if config.get("peft_type") != "LORA" or unknown:
             what = f"sets {code_list(unknown)}" if unknown else f"is of type {config.get('peft_type')}"
             raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
-        stored = {n.removeprefix(_PREFIX): i.shape for n, i in read_header(folder / _FILE).tensors.items()}
-        modules = [n.removesuffix(_A) for n in stored if n.endswith(_A)]
-        pairs = {n + end for n in modules for end in (_A, _B)}
+        stored = {n.removeprefix(PREFIX): i.shape for n, i in read_header(folder / WEIGHTS).tensors.items()}
+        modules = [n.removesuffix(A) for n in stored if n.endswith(A)]
+        pairs = {n + end for n in modules for end in (A, B)}
         odd = stored.keys() ^ pairs or {n for n in pairs if len(stored[n]) != 2}  # those of convolutions have 4 axes
         if odd or not modules:
             what = code_list(sorted(odd)) if odd else "no matrices"
             raise UnsupportedError(f"the adapter `{folder.name}` has {what} besides pairs of A and B", hint=_HINT)
         for n in modules:
-            named = [f"{n}.weight"] if f"{n}.weight" in shapes else [x for x in shapes if _is_weight(x, n)]
+            named = (
+                [f"{n}.weight"] if f"{n}.weight" in shapes else [x for x in shapes if is_same_name(x, f"{n}.weight")]
+            )
             weight = named[0] if len(named) == 1 else None
-            (rank, inputs), (outputs, again) = stored[n + _A], stored[n + _B]
+            (rank, inputs), (outputs, again) = stored[n + A], stored[n + B]
             if weight is None or {*shapes[weight]} != {inputs, outputs} or not rank == again > 0:
                 raise InputError(
                     f"the adapter `{folder.name}` changes `{n}`, and the model has no such layer of its shape",
@@ -82,19 +85,13 @@ class Adapter:
 
         from lpconv.layers import linears
 
-        tensors = {n.removeprefix(_PREFIX): x for n, x in load_file(self.folder / _FILE).items()}
+        tensors = {n.removeprefix(PREFIX): x for n, x in load_file(self.folder / WEIGHTS).items()}
         layers = {x.name: x for x in linears(model)}
         for name in self.modules:
-            a, b = (tensors[name + end].float() for end in (_A, _B))
-            layer = layers.get(name) or next((x for n, x in layers.items() if _is_weight(f"{n}.weight", name)), None)
+            a, b = (tensors[name + end].float() for end in (A, B))
+            layer = layers.get(name) or next((x for n, x in layers.items() if is_same_name(n, name)), None)
             if layer is None:  # transformers has made it a part of another one, such as stacked experts
                 raise UnsupportedError(f"the model computes `{name}` in no linear layer of its own", hint=_HINT)
             update = (b @ a).mul_(self.scale(len(a)))
             weight: Any = layer.module.weight
             weight.data += update.T if layer.kind == "Conv1D" else update  # Conv1D stores Wᵀ
-
-
-def _is_weight(weight: str, module: str) -> bool:
-    """Whether a tensor is the weight of a module. transformers may add a prefix to names or remove it."""
-    name = f"{module}.weight"
-    return f".{weight}".endswith(f".{name}") or f".{name}".endswith(f".{weight}")

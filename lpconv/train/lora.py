@@ -19,11 +19,11 @@ from lpconv.layers import LinearLayer, head, linears
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import ADAPTER
 from lpconv.storage.partfile import write_small
+from lpconv.train.adapter import PREFIX, WEIGHTS, A, B
 from lpconv.train.memory import storage_bytes
 
 _ALPHA = 2  # lora_alpha per rank, a common choice of PEFT's users
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # PEFT refuses adapters of their out_proj
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: Any, rank: int, seed: int) -> None:
@@ -55,13 +55,13 @@ def _add_product(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
 
 
 def _keep_adapters(module: Any, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    for name in [n for n in state if not n.endswith((_A, _B))]:
+    for name in [n for n in state if not n.endswith((A, B))]:
         del state[name]
 
 
 def _allow_others(module: Any, keys: Any) -> None:
     """Let a state without the frozen weights be loaded."""
-    keys.missing_keys[:] = [n for n in keys.missing_keys if n.endswith((_A, _B))]
+    keys.missing_keys[:] = [n for n in keys.missing_keys if n.endswith((A, B))]
 
 
 def layers_without_adapter(model: nn.Module) -> tuple[str, ...]:
@@ -79,10 +79,10 @@ def bytes_by_part(model: nn.Module) -> dict[str, int]:
 
 def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, values: Mapping[str, Tensor]) -> None:
     folder.mkdir(parents=True)
-    tensors = {f"base_model.model.{name}": x.contiguous() for name, x in values.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensors = {PREFIX + name: x.contiguous() for name, x in values.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     adapted = [x for x in linears(model) if hasattr(x.module, "lora_A")]
-    rank = len(next(x for name, x in values.items() if name.endswith(_A)))
+    rank = len(next(x for name, x in values.items() if name.endswith(A)))
     own_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config: dict[str, Any] = {  # PEFT's defaults are left out
         "auto_mapping": None if task == "clm" else own_class,  # PEFT has no masked task
