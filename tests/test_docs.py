@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
     "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/entropy.md",
-    "docs/methods/multipoint.md", "docs/methods/native.md", "docs/layouts.md", "docs/reference/layouts.md",
+    "docs/methods/merge.md", "docs/methods/multipoint.md", "docs/methods/native.md", "docs/layouts.md",
+    "docs/reference/layouts.md",
     "docs/first-ten-minutes.md", "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md",
     "docs/verify.md", "docs/methods/four-bits.md", "docs/llms.txt", "docs/pack.md",
     *(f"docs/skills/{name}/SKILL.md" for name in
@@ -38,6 +39,8 @@ PROGRAMS = [
 # Names that stand for a source model, and for outputs of earlier commands.
 SOURCES = ("bert-large", "llama", "MODEL")
 OUTPUTS = ("PATH", "A", "B")
+CODES = ["convert", "--format", "int4", "--granularity", "group:32", "--verify", "weights"]
+ADAPTER = ["finetune", "--lora", "2", "--steps", "1", "--seq-len", "16", "--batch-size", "1", "--twin", "none"]
 FOREIGN = {"llama-nvfp4": "ct NVFP4", "llama-fp8": "fp8", "llama-gptq": "gptq"}  # on the page of layouts
 JOBS = "version: 1\njobs:\n  - {id: one, model: demo, format: fp16, output: batch-one}\n"
 
@@ -71,11 +74,14 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a conversion of ``MODEL`` wrote."""
+    """What a conversion of ``MODEL`` wrote, beside ``CODES`` of 4 bits and an ``ADAPTER`` of them."""
     folder = tmp_path_factory.mktemp("converted")
     shutil.copytree(demo_checkpoint(), folder / "MODEL")
     command = ["convert", str(folder / "MODEL"), "--verify", "weights", "-o", str(folder / "output"), "-q"]
     assert CliRunner().invoke(app, command).exit_code == 0
+    for source, options, name in (("MODEL", CODES, "CODES"), ("CODES", ADAPTER, "ADAPTER")):
+        command = [options[0], str(folder / source), *options[1:], "-o", str(folder / name), "-q"]
+        assert CliRunner().invoke(app, command).exit_code == 0
     return folder / "output"
 
 
@@ -96,6 +102,8 @@ def test_commands_of_a_page(page: str, converted: Path, tmp_path: Path, monkeypa
     runner = CliRunner()
     for name in OUTPUTS:
         shutil.copytree(converted, name)
+    for name in ("CODES", "ADAPTER"):
+        shutil.copytree(converted.parent / name, name)
     found = commands_to_run(page)
     assert found
     for command in found:

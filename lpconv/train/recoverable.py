@@ -66,14 +66,14 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     if not narrow or has_coded or not METHODS[options.method].has_granularity:
         stored = "entropy-coded integers" if has_coded else f"{options.method} in {provenance.get('format')}"
         raise UnsupportedError(
-            f"`{name}` stores {stored}, but --recover trains codes of at most {FEEDBACK_BITS} bits with scales",
+            f"`{name}` stores {stored}, but only codes of at most {FEEDBACK_BITS} bits with scales can be trained",
             hint=_HINT,
         )
     if not METHODS[options.method].form(options.layout).suffixes:  # it has no scales of their own
-        raise UnsupportedError(f"`{name}` is in layout {options.layout}, which --recover does not train", hint=_HINT)
+        raise UnsupportedError(f"`{name}` is in layout {options.layout}, whose scales cannot be trained", hint=_HINT)
     if (provenance.get("calibration") or {}).get("absmax"):
         raise UnsupportedError(
-            f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
+            f"`{name}` stores input scales, which training would make wrong", hint="convert without input scales"
         )
     names, adapter, found = tuple(r.name for r in narrow), None, output
     if source is not None and merges:

@@ -127,7 +127,7 @@ def _write(folder: Path, stored: Stored) -> Path:
 
 
 def _open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTensors:
-    monkeypatch.setattr("lpconv.storage.checkpoint.sha256_of", lambda path: "")
+    monkeypatch.setattr("lpconv.storage.checkpoint.sha256_of", lambda path, stored: "")
     return StoredTensors.open(folder)
 
 
