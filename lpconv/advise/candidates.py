@@ -9,7 +9,7 @@ from typing import Any
 from lpconv.advise.options import Budget
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
-from lpconv.formats.spec import FORMATS, INTEGERS, Format
+from lpconv.formats.spec import CODED, FORMATS, INTEGERS, Format
 from lpconv.layouts import SCHEMES
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
@@ -20,6 +20,7 @@ from lpconv.results import AdviceRow
 Settings = dict[str, Any]  # settings of a conversion, as in a manifest job
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # group sizes for which runtimes have kernels
 _NOT_TRIED = {*INTEGERS} - {"int4", "int8"}  # measuring each width takes time
+_CODED_BITS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0)  # per number, of entropy-coded integers
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4"}
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
 
@@ -41,7 +42,7 @@ def conversions(runtime: str | None = None) -> dict[str, Settings]:
     else:  # schemes with calibrated input scales store the same weights as others; mxfp4 is for gpt-oss alone
         opened = {n: s for n, s in SCHEMES.items() if s.is_opened_by(runtime)}
         chosen = [{"scheme": n} for n, s in opened.items() if not s.calibrated and s.layout != "mxfp4"]
-    likely_first = sorted(chosen, key=lambda settings: abs(number_of(settings).storage_bits - 8))
+    likely_first = sorted(chosen, key=lambda s: abs(s.get("budget_bits", number_of(s).storage_bits) - 8))
     better = (s if number_of(s).storage_bits > 4 else with_search(s) for s in likely_first)
     return {describe_conversion(settings): settings for settings in better}
 
@@ -54,12 +55,13 @@ def _all_conversions() -> list[Settings]:
             kind = method.form(LPCONV)
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
             candidates.setdefault(same_bytes, settings)
-    return list(candidates.values())
+    coded = ({"method": "unit", "budget_bits": bits} for bits in _CODED_BITS)
+    return [*candidates.values(), *coded]
 
 
 def number_of(settings: Settings) -> Format:
     """The format of a conversion's numbers."""
-    return FORMATS[SCHEMES[settings["scheme"]].format if "scheme" in settings else settings["format"]]
+    return FORMATS[SCHEMES[settings["scheme"]].format if "scheme" in settings else settings.get("format", CODED.name)]
 
 
 def with_search(settings: Settings) -> Settings:
@@ -117,7 +119,7 @@ def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
 
 def describe_conversion(settings: Settings) -> str:
     """A short description of a conversion without commas: "unit e4m3fn rows"."""
-    words = str(settings.get("scheme") or f"{settings['method']} {settings['format']}")
+    words = str(settings.get("scheme") or f"{settings['method']} {settings.get('format', 'coded')}")
     if "residual" in settings and settings["residual"] != settings["format"]:
         words += f" + {settings['residual']}"
     if "budget_bits" in settings:

@@ -31,7 +31,7 @@ QUESTIONS = {
     "Make it smaller": "lpconv convert MODEL --format e4m3fn",
     "Serve it with vLLM": "lpconv convert MODEL --scheme FP8_DYNAMIC",
     "Keep more of it in 4 bits": "lpconv convert MODEL --scheme W4A16 --rounding gptaq --calibrate self",
-    "Merge a LoRA adapter into codes": "lpconv merge PATH ADAPTER --data FILE",
+    "Merge a LoRA adapter into codes": "lpconv merge CODES ADAPTER --data FILE",
     "Train without fp32 copies of the weights": "lpconv finetune MODEL --recipe collage-bf16",
     "What would fp8 lose, and where?": "lpconv probe MODEL",
     "Is it faster on this machine?": "lpconv bench MODEL",

@@ -12,7 +12,7 @@ from lpconv.train.recipes import arithmetic
 
 
 def merge(
-    path: Annotated[str, typer.Argument(help="An output of `lpconv convert` with codes and scales.", metavar="PATH")],
+    path: Annotated[str, typer.Argument(help="An output of `lpconv convert` with codes and scales.", metavar="CODES")],
     adapter: Annotated[str, typer.Argument(help="A folder with a LoRA adapter, as PEFT saves it.", metavar="ADAPTER")],
     output: Target,
     data: Annotated[str, Option("Text that the adapter was trained on, or like it", metavar="FILE")],

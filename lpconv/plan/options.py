@@ -194,7 +194,7 @@ class ConvertOptions:
             "12 bits; and for multipoint",
             default="for multipoint, half a bit more than the format; otherwise the format decides",
             example="4.5",
-            short=("--bits",),
+            flag="bits",
         ),
     ] = None
     points_max: Annotated[

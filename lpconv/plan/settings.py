@@ -341,7 +341,7 @@ def _budget(
     if not fmt.storage_bits < budget_bits < math.inf:
         raise UsageError(
             f"a budget of {budget_bits:g} bits is too small for {fmt.name} codes plus scales",
-            hint=f"use more than {fmt.storage_bits}, for example --budget-bits {fmt.storage_bits + _SPARE_BITS}",
+            hint=f"use more than {fmt.storage_bits}, for example --bits {fmt.storage_bits + _SPARE_BITS}",
         )
     if not 1 <= points_max <= MAX_POINTS:
         raise UsageError(f"--points-max {points_max} is out of range", hint=f"use 1 to {MAX_POINTS}")

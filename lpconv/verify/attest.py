@@ -34,7 +34,7 @@ def attest(directory: Path, *, against: str | None, progress: Progress) -> dict[
     source = from_json(SourceRecord, recorded.provenance["source"])
     if against is not None:
         opened = open_readable(against)
-        source = public_source(opened.record(lambda name: sha256_of(opened.directory / name)))
+        source = public_source(opened.record(lambda name: sha256_of(opened.directory / name, stored=False)))
     digests = {**listed_files(directory), SUMS: sha256_of(directory / SUMS)}
     return {
         "_type": STATEMENT,

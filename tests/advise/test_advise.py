@@ -52,8 +52,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_method_and_format_is_a_candidate_once() -> None:
     named = list(candidates.conversions())
     assert {"unit e4m3fn rows", "collage bf16 + exact16", "multipoint int4 4.5 bits"} <= set(named)
-    assert {"unit e4m3fn 128x128", "unit e4m3fn MX"} <= set(named)
-    searched = {s["format"] for s in candidates.conversions().values() if s.get("scale") == "search"}
+    assert {"unit e4m3fn 128x128", "unit e4m3fn MX", "unit coded 4.5 bits"} <= set(named)
+    searched = {s.get("format") for s in candidates.conversions().values() if s.get("scale") == "search"}
     assert searched == {"e2m1", "int4"}
     assert "unit fp16 128x128" not in named
     assert not any(name.startswith("scalify") for name in named)  # it stores the bytes of unit

@@ -131,7 +131,7 @@ def test_rules_give_tensors_other_budgets(tmp_path: Path) -> None:
     result = convert("demo", tmp_path / "out", options)
     assert result.verify.passed
     command = command_line("demo", fill_options(options))
-    assert "--budget-bits 3.0 --rule '*down_proj*=4.5'" in command
+    assert "--bits 3.0 --rule '*down_proj*=4.5'" in command
     assert "--format" not in command
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["format"], {*config["exceptions"].values()}) == (CODED.name, {"fp16"})

@@ -34,7 +34,7 @@ FORMS: Mapping[str, Sequence[str]] = {
     "groups": ("--format", "int4", "--granularity", "group:16", "--layout", "compressed-tensors"),
     "nvfp4": _NVFP4,
     "calibrated": (*_NVFP4, "--calibrate", "demo"),
-    "points": ("--method", "multipoint", "--format", "int4", "--budget-bits", "7"),
+    "points": ("--method", "multipoint", "--format", "int4", "--bits", "7"),
     "compressed": ("--format", "e4m3fn", "--layout", "compressed-tensors"),
     "entropy": ("--bits", "6"),
 }
