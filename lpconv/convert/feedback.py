@@ -37,7 +37,7 @@ from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerRun, LayerWalk, Matrix, Product, matrices_of
 from lpconv.models.opening import model_errors
 from lpconv.plan.job import Job
-from lpconv.plan.memory import SLAB, held_together, windows_together
+from lpconv.plan.memory import ROUNDED_BYTES, SLAB, held_together, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.progress import Progress, quiet_transformers
@@ -155,10 +155,14 @@ def _figures(plan: Plan, records: Mapping[str, RoundingRecord]) -> str:
 def _written(
     staging: Staging, index: int, count: int, rounded: dict[str, tuple[Form, Side]], records: dict[str, RoundingRecord]
 ) -> _Layer:
-    name = f"{_FOLDER}/{index:05}.safetensors"
-    stored = {n: x for _, parts in rounded.values() for n, x in parts.items()}
-    file = dataclasses.replace(write_small(staging.directory / name, save(stored)), name=name)
-    layer = _Layer(rounded_layer=index, count=count, files=(file,), records=records)
+    files, stored = list[FileRecord](), dict[str, Tensor]()
+    for number, (_, parts) in enumerate(rounded.values(), start=1):
+        stored |= parts
+        if number == len(rounded) or sum(x.nbytes for x in stored.values()) >= ROUNDED_BYTES:
+            name = f"{_FOLDER}/{index:05}-{len(files)}.safetensors"
+            files.append(dataclasses.replace(write_small(staging.directory / name, save(stored)), name=name))
+            stored = {}
+    layer = _Layer(rounded_layer=index, count=count, files=tuple(files), records=records)
     staging.append(to_json(layer))
     return layer
 

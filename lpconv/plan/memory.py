@@ -56,6 +56,7 @@ _ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one b
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 _CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
 AT_ONCE = 1024  # most tokens per forward pass of a body
+ROUNDED_BYTES = 2**26  # of rounded weights in a file of a resumable conversion, at least; two copies are made in memory
 SLAB = 2**23  # most numbers of a weight that are rounded together; rows are independent
 _KEPT_BYTES = 256 * _MIB  # most that the heap keeps of freed activations, for each model
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -170,11 +171,10 @@ def _rounding(plan: Plan) -> int:
     waiting = states + min(of_text * max(6 * hidden, 2 * hidden + inner), _HELD_BYTES)
     kept = min(5 * waiting // 4, walks * _KEPT_BYTES)
     others, experts = ([t for t in weights if (".experts." in t.name) == is_expert] for is_expert in (False, True))
-    # Experts are the last weights of a layer. Once it is rounded, a file with all its codes is made in memory.
-    work = max(
-        _codes_of_layer(others) + _working(others, walks), 2 * _codes_of_layer(weights) + _working(experts, walks)
-    )
-    return waiting + kept + work
+    codes, largest = _codes_of_layer(weights), max((t.bytes_out for t in weights), default=0)
+    # Experts are the last weights of a layer. Once it is rounded, its codes are written.
+    work = max(_codes_of_layer(others) + _working(others, walks), codes + _working(experts, walks))
+    return waiting + kept + max(work, codes + 2 * min(codes, ROUNDED_BYTES + largest))
 
 
 def _working(weights: Sequence[PlannedTensor], walks: int) -> int:
