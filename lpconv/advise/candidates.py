@@ -55,8 +55,12 @@ def _all_conversions() -> list[Settings]:
             kind = method.form(LPCONV)
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
             candidates.setdefault(same_bytes, settings)
-    coded = ({"method": "unit", "budget_bits": bits} for bits in _CODED_BITS)
-    return [*candidates.values(), *coded]
+    return [*candidates.values(), *map(coded, _CODED_BITS)]
+
+
+def coded(bits: float) -> Settings:
+    """The conversion to entropy-coded integers with so many bits per weight."""
+    return {"method": "unit", "budget_bits": bits}
 
 
 def number_of(settings: Settings) -> Format:
@@ -126,6 +130,7 @@ def describe_conversion(settings: Settings) -> str:
         words += f" {settings['budget_bits']:g} bits"
     if "granularity" in settings:
         words += f" {_WORDS.get(settings['granularity'], settings['granularity'].replace('group:', 'groups of '))}"
+    words += " by part" if settings.get("rules") else ""
     further = [settings["rounding"]] if "rounding" in settings else []
     further += ["scale search"] if settings.get("scale") == "search" else []
     return f"{words} with {' and '.join(further)}" if further else words
@@ -161,7 +166,7 @@ def _ranking_cost(row: AdviceRow) -> float:
 
 
 def best(rows: Iterable[AdviceRow], purpose: str) -> AdviceRow | None:
-    """The best row for a purpose within the budget, or None; with `--bits`, the row with a format for each part."""
+    """The best row for a purpose within the budget, or None; with `--bits`, the row with bits for each part."""
     ranked = [r for r in rank_rows(rows) if r.purpose == purpose]
     mixed = (r for r in ranked if "rules" in r.settings and r.gap is not None)
     return next(chain(mixed, (r for r in ranked if r.meets)), None)

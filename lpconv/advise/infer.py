@@ -85,7 +85,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
         answer = last if _keeps_quality(last, trial) else answer  # after the first one only smaller ones are tried
     yield [replace(row, seconds=trial.seconds_for_a_look) for row in waiting]
     smaller = [r for r in rows if r.status == "unmeasured" and _size(r) < _size(answer)]
-    yield from _measure_feedback(trial, smaller, deadline)
+    yield from measure_feedback(trial, smaller, deadline)
 
 
 def _size(row: AdviceRow | None) -> float:
@@ -127,7 +127,7 @@ def _ruled_out(waiting: Sequence[AdviceRow], row: AdviceRow, trial: Trial) -> li
     return known
 
 
-def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
+def measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
     """Yield `rows`, smallest first, with error feedback instead of rounding to nearest, as far as there is time."""
     waiting = []
     for row in rows:

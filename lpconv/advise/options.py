@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -89,11 +89,9 @@ class AdviseOptions:
     ] = Budget()
     bits: Annotated[
         float | None,
-        Gt(2),
-        Lt(16),
-        Option(
-            "Average bits per converted weight; formats differ by layer", default="one format for all", example="4.5"
-        ),
+        Ge(1.5),
+        Le(12),
+        Option("Average bits per weight, entropy-coded and chosen for each part", default="any", example="4.5"),
     ] = None
     batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8
     seq_len: Annotated[

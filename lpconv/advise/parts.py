@@ -1,114 +1,65 @@
-"""The cost of each part of a conversion, and the formats of `--bits`.
+"""The cost of each part of a conversion, and the bits of each part for `--bits`.
 
-`--bits` chooses a format for each part, so that converted weights have at most so many bits on average, with scales. A
-part is a tensor, the weights that readers fuse, or the experts of a layer. The cost of each is measured in the widest
-integers that all of them can have, by converting that part alone; each additional bit is taken to divide it by 4, as it
-does the noise of the weights. All parts start in the narrowest format, and steps to the next wider one are taken by the
-divergence that they save per bit, until the bits are used up.
+A part is a tensor, the weights that readers fuse, or the experts of a layer. Its cost is the divergence of the outputs
+if that part alone is converted.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lpconv.advise.candidates import Settings, convert_options, describe_conversion
-from lpconv.advise.subject import Subject, job_of, open_converted
-from lpconv.errors import UsageError
+from lpconv.advise.candidates import Settings
+from lpconv.advise.subject import Subject, open_converted
+from lpconv.formats.spec import CODED
 from lpconv.layouts.linears import format_groups, group_pattern
 from lpconv.layouts.reader import stored_shapes
 from lpconv.lookup import is_same_name
 from lpconv.models.coded import CodedTensor
 from lpconv.models.whole import linears_of
-from lpconv.plan.suited import suited_options
+from lpconv.plan.settings import CODED_BITS
 from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import LayerPart, TensorRecord
-from lpconv.storage.header import DTYPE_BITS
 from lpconv.verify.outputs import compare_outputs, outputs_of
 
-_INTEGERS = {n: f"int{n}" for n in (2, 3, 4, 5, 6, 8)}
 _WINDOWS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Formats to choose from by their bits, and the bits per weight to add to the narrowest.
-
-    `settings` are those of the conversion without a format, `elements` the sizes of the tensors that it converts.
-    """
-
-    settings: Settings
-    formats: Mapping[int, str]
-    elements: Mapping[str, int]
-    spare: float
-
-    @property
-    def base(self) -> int:
-        """The bits of the widest integers that all parts can have."""
-        return max(bits for bits in _INTEGERS if bits - min(_INTEGERS) <= self.spare)
-
-    @property
-    def start(self) -> Settings:
-        """The conversion of all parts to the base."""
-        return self.settings | {"format": self.formats[self.base]}
-
-
-def choice_for(subject: Subject, bits: float) -> Choice:
-    """The choice for `bits` per converted weight. Raises UsageError, with the minimum, if these are too few.
-
-    Rows have as many scales as `convert` would choose.
-    """
-    narrowest = _INTEGERS[min(_INTEGERS)]
-    options, _ = suited_options(convert_options({"format": narrowest}), subject.prepared.checkpoint)
-    settings = {"method": "unit", "granularity": options.granularity, "scale": "search"}
-    with job_of(subject, settings | {"format": narrowest}) as job:
-        tensors = [t for t in job.plan.tensors if t.format is not None and t.format.name == narrowest]
-    elements = {t.name: t.info.num_elements for t in tensors}
-    least = 8 * sum(t.bytes_out for t in tensors) / max(sum(elements.values()), 1)
-    if least > bits:
-        known = f"{math.ceil(100 * least) / 100:.2f}"
-        raise UsageError(
-            f"--bits {bits:g}: {narrowest} takes {known} bits per weight with its scales",
-            hint=f"pass --bits {known} or more",
-        )
-    wide = "fp16" if any(DTYPE_BITS[t.info.dtype] > 16 for t in tensors) else "keep"
-    return Choice(settings=settings, formats=_INTEGERS | {16: wide}, elements=elements, spare=bits - least)
-
-
-def mixed_conversion(subject: Subject, choice: Choice, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
-    """(name, settings) of the conversion with the chosen format for each part; parts not measured get the base."""
-    model, records = open_converted(subject, choice.start, progress)
+def with_bits_of_parts(subject: Subject, start: Settings, deadline: Deadline, progress: Progress) -> Settings:
+    """The conversion `start`, to entropy-coded integers, with other bits for each part; as many on average."""
+    model, records = open_converted(subject, start, progress)
     parts, _ = parts_of(subject, model, records, deadline, progress)
-    chosen = choose_bits(parts, choice, metric=subject.metric)
-    rules = [f"{part}={choice.formats[bits]}" for part, bits in chosen.items() if bits != choice.base]
-    name = f"{describe_conversion(choice.start)}, and {len(rules)} of {len(chosen)} parts in other formats"
-    return name, choice.start | {"rules": rules}
+    power = 1 if subject.metric == "loss" else 2  # relative errors of outputs add up in squares
+    sizes = {r.name: math.prod(r.shape) for r in records if r.format == CODED.name}
+    elements = {group_pattern(names): sum(sizes[n] for n in names) for names in format_groups(sizes)}
+    costs = {p.tensor: (p.divergence**power, elements[p.tensor]) for p in parts if p.tensor in elements}
+    chosen = choose_bits(costs, start["budget_bits"])
+    return start | {"rules": [f"{part}={bits:.2f}" for part, bits in chosen.items()]}
 
 
-def choose_bits(parts: Sequence[LayerPart], choice: Choice, *, metric: str) -> dict[str, int]:
-    """The bits of each part, greedily. Relative errors of outputs add up in squares."""
-    power = 1 if metric == "loss" else 2
-    groups = {group_pattern(names): names for names in format_groups(choice.elements)}
-    elements = {part: sum(choice.elements[n] for n in names) for part, names in groups.items()}
-    costs = {p.tensor: p.divergence**power for p in parts if p.tensor in elements}
-    chosen = {part: min(choice.formats) if part in costs else choice.base for part in elements}
-    left = sum(n * (choice.spare + min(choice.formats) - chosen[part]) for part, n in elements.items())
-    steps = [(part, low, high) for part in costs for low, high in itertools.pairwise(choice.formats)]
+def choose_bits(parts: Mapping[str, tuple[float, int]], bits: float) -> dict[str, float]:
+    """The bits of each part, `bits` on average, that minimise the sum of costs.
 
-    def gain(step: tuple[str, int, int]) -> float:
-        part, low, high = step
-        return costs[part] * (4.0**-low - 4.0**-high) / (elements[part] * (high - low))
+    `parts` have (cost with `bits`, number of elements). A cost falls by a factor of 4 per bit, so in the minimum all
+    elements cost the same: a part has ½ log2(cost / elements) bits and a constant, within the range of the coder.
+    """
+    least = min((cost for cost, _ in parts.values() if cost > 0), default=1.0)
+    wanted = {part: math.log2(max(cost, least) / num) / 2 for part, (cost, num) in parts.items()}
+    elements = sum(num for _, num in parts.values())
 
-    for part, low, high in sorted(steps, key=gain, reverse=True):
-        if chosen[part] == low and elements[part] * (high - low) <= left:
-            chosen[part] = high
-            left -= elements[part] * (high - low)
-    return chosen
+    def chosen(constant: float) -> dict[str, float]:
+        low, high = CODED_BITS
+        return {part: math.floor(100 * min(max(x + constant, low), high)) / 100 for part, x in wanted.items()}
+
+    below, above = -100.0, 100.0
+    for _ in range(40):
+        middle = (below + above) / 2
+        fits = sum(parts[part][1] * x for part, x in chosen(middle).items()) <= bits * elements
+        below, above = (middle, above) if fits else (below, middle)
+    return chosen(below)
 
 
 def parts_of(

@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lpconv.advise.candidates import best, conversions, describe_conversion, rank_rows
-from lpconv.advise.infer import NO_TIME, Trial, forecast, measure_conversion, measure_conversions
+from lpconv.advise.candidates import best, coded, conversions, describe_conversion, rank_rows
+from lpconv.advise.infer import NO_TIME, Trial, forecast, measure_conversion, measure_conversions, measure_feedback
 from lpconv.advise.options import AdviseOptions
-from lpconv.advise.parts import Choice, choice_for, mixed_conversion, parts_of
+from lpconv.advise.parts import parts_of, with_bits_of_parts
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Subject, job_of, open_converted, open_subject
 from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
@@ -45,13 +45,12 @@ def study(
 ) -> AdviceResult:
     """The advice on a checkpoint's model until the deadline; raises and calls `keep` as `advise` does."""
     subject = open_subject(checkpoint, options, deadline.progress)
-    choice = None if options.bits is None or "infer" not in options.purposes else choice_for(subject, options.bits)
-    result = _merge_rows(_initial_result(subject, output, options, command), _all_rows(subject, options, choice))
+    result = _merge_rows(_initial_result(subject, output, options, command), _all_rows(subject, options))
     for purpose in options.purposes:
         share = _INFER_SHARE if purpose == "infer" and "train" in options.purposes else 1.0
         limit = deadline.part(share)
         is_infer = purpose == "infer"
-        stage = _infer(result, subject, options, choice, limit) if is_infer else _train(result, subject, options, limit)
+        stage = _infer(result, subject, options, limit) if is_infer else _train(result, subject, options, limit)
         try:
             while True:
                 keep(_conclude(result, options, deadline, interrupted=True))
@@ -91,10 +90,10 @@ def _initial_result(subject: Subject, output: Path, options: AdviseOptions, comm
     )
 
 
-def _all_rows(subject: Subject, options: AdviseOptions, choice: Choice | None) -> Iterator[AdviceRow]:
+def _all_rows(subject: Subject, options: AdviseOptions) -> Iterator[AdviceRow]:
     """Every candidate for the purposes that is known so far, without measurements."""
     if "infer" in options.purposes:
-        for settings in conversions(options.runtime).values() if choice is None else (choice.start,):
+        for settings in conversions(options.runtime).values() if options.bits is None else (coded(options.bits),):
             name = describe_conversion(settings)
             yield AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=NO_TIME)
     if "train" in options.purposes:
@@ -120,9 +119,7 @@ def _noise_in_four_bits(subject: Subject, options: AdviseOptions, progress: Prog
         )
 
 
-def _infer(
-    result: AdviceResult, subject: Subject, options: AdviseOptions, choice: Choice | None, limit: Deadline
-) -> Iterator[AdviceResult]:
+def _infer(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:
     """Yield the result with conversions tried, and then with the cost of each tensor for the best one."""
     with job_of(subject, {}):
         pass  # raises an error for a model that cannot be converted
@@ -136,7 +133,9 @@ def _infer(
         forecasts={kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")},
         progress=limit,
     )
-    for rows in measure_conversions(trial, limit) if choice is None else _measure_mixed(trial, choice, limit):
+    for rows in (
+        measure_conversions(trial, limit) if options.bits is None else _measure_parts(trial, options.bits, limit)
+    ):
         result = _merge_rows(result, rows)
         yield result
     chosen = best(result.rows, "infer")
@@ -147,11 +146,13 @@ def _infer(
         yield replace(result, parts=parts, parts_whole=whole, parts_of=chosen.name)
 
 
-def _measure_mixed(trial: Trial, choice: Choice, limit: Deadline) -> Iterator[Sequence[AdviceRow]]:
-    """Yield the conversion to the widest format that all parts can have, then the one with a format for each part."""
-    yield [measure_conversion(trial, describe_conversion(choice.start), choice.start, limit.part(1 / 4))]
-    name, settings = mixed_conversion(trial.subject, choice, limit.part(2 / 3), limit)
-    yield [measure_conversion(trial, name, settings, limit)]
+def _measure_parts(trial: Trial, bits: float, limit: Deadline) -> Iterator[Sequence[AdviceRow]]:
+    """Yield the conversion with the same bits for all parts, then with bits for each, and with error feedback too."""
+    start = coded(bits)
+    yield [measure_conversion(trial, describe_conversion(start), start, limit.part(1 / 4))]
+    settings = with_bits_of_parts(trial.subject, start, limit.part(2 / 3), limit)
+    yield [mixed := measure_conversion(trial, describe_conversion(settings), settings, limit)]
+    yield from measure_feedback(trial, [mixed], limit)
 
 
 def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:

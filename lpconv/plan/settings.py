@@ -34,7 +34,7 @@ _WHY_NO_FEEDBACK = {
 _OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
 _USUAL_METHOD = "unit"
 _SPARE_BITS = 0.5  # default budget above the bits of an element: scales, and second points for some rows
-_CODED_BITS = (1.5, 12)  # with fewer, most numbers become 0; with more, a 16-bit float is as good
+CODED_BITS = (1.5, 12)  # with fewer, most numbers become 0; with more, a 16-bit float is as good
 
 
 def with_scheme(options: ConvertOptions) -> ConvertOptions:
@@ -229,7 +229,7 @@ def _check_coded(options: FilledOptions, scheme: str | None) -> None:
 def _check_bits(bits: float, flag: str, *, is_coded: bool = True) -> None:
     if not is_coded:
         raise UsageError(f"{flag} needs --bits, for the other tensors", hint="add --bits N, or name a format")
-    low, high = _CODED_BITS
+    low, high = CODED_BITS
     if not low <= bits <= high:
         raise UsageError(f"{flag} is out of range", hint=f"use {low:g} to {high:g} bits")
 

@@ -112,28 +112,31 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, command).exit_code == 8
 
 
-@pytest.mark.parametrize(("bits", "uniform"), [(2.3, "int2 group:128"), (3, "int2 group:32"), (5, "int4 group:32")])
-def test_mixed_formats_lose_less_than_one_format_of_as_many_bits(tmp_path: Path, bits: float, uniform: str) -> None:
+@pytest.mark.parametrize(("bits", "integers"), [(2.3, "int2 group:128"), (3, "int2 group:32"), (5, "int4 group:32")])
+def test_bits_by_part_lose_less_than_as_many_in_every_tensor(tmp_path: Path, bits: float, integers: str) -> None:
     command = f"advise demo --for infer --bits {bits} --seq-len 64 --json -q -o".split()
     advised = json.loads(CliRunner().invoke(app, [*command, str(tmp_path / "advice")]).stdout)
-    typed = shlex.split(advised["recommendations"][0]["command"])[1:]
-    written = CliRunner().invoke(app, [*typed, "-o", str(tmp_path / "mixed"), "--json", "-q"])
-    formats = {t["name"]: t["format"] for t in json.loads(written.stdout)["tensors"]}
-    fused = [[f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]]
-    groups = [{formats[f"model.layers.{i}.{module}.weight"] for module in group} for i in range(4) for group in fused]
-    assert all(len(group) == 1 for group in groups)
-    fmt, grain = uniform.split()
-    convert("demo", tmp_path / "uniform", ConvertOptions(format=fmt, granularity=grain, scale="search", verify="none"))
+    start = {"method": "unit", "budget_bits": bits}
+    rules = next(r["settings"]["rules"] for r in advised["rows"] if r["settings"].keys() == {*start, "rules"})
+    assert any("q_proj" in rule and "k_proj" in rule and "v_proj" in rule for rule in rules)  # readers fuse them
+    fmt, grain = integers.split()
+    options = [
+        candidates.convert_options(start | {"rules": rules}, verify="none"),
+        candidates.convert_options(start, verify="none"),
+        ConvertOptions(format=fmt, granularity=grain, scale="search", verify="none"),
+    ]
+    outputs = [convert("demo", tmp_path / str(i), o).output for i, o in enumerate(options)]
     tokens = AutoTokenizer.from_pretrained(demo_checkpoint())(demo_text("train").read_text())["input_ids"][:2048]
     log_p = list[torch.Tensor]()
-    for path in (demo_checkpoint(), tmp_path / "mixed", tmp_path / "uniform"):
+    for path in map(Path, (demo_checkpoint(), *outputs)):
         stored = load_file(path / "model.safetensors")
         assert sum(x.nbytes for n, x in stored.items() if "_proj" in n) * 8 / 786_432 <= (bits if log_p else 32)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.inference_mode():
             log_p.append(model(torch.tensor(tokens).view(-1, 64)).logits.log_softmax(-1))
-    mixed, other = (kl_div(x, log_p[0], reduction="sum", log_target=True) for x in log_p[1:])
-    assert 0 < mixed < other
+    by_part, same, other = (kl_div(x, log_p[0], reduction="sum", log_target=True) for x in log_p[1:])
+    assert 0 < by_part < same < other
+    assert len(advised["recommendations"][0]["command"].split("--rule")) == len(rules) + 1
 
 
 def asked(quality: float, **changed: Any) -> AdviseOptions:

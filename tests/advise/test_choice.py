@@ -11,6 +11,7 @@ from lpconv.advise import infer
 from lpconv.advise.candidates import best, describe_conversion, judge_row, rank_rows, with_feedback
 from lpconv.advise.infer import Trial, least_gap, measure_conversions, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
+from lpconv.advise.parts import choose_bits
 from lpconv.advise.record import gates_of, manifest_text
 from lpconv.advise.train import Ends, least_high, outlook
 from lpconv.batch.manifest import load_manifest
@@ -195,3 +196,14 @@ def test_error_feedback_is_tried_on_what_is_smaller_than_the_answer(
     feedback = {r.settings["format"]: r.status for r in known.values() if "rounding" in r.settings}
     assert [r.settings["format"] for r in tried if "rounding" in r.settings] == measured
     assert {f for f, status in feedback.items() if status == "pruned"} == set(left)
+
+
+def test_bits_of_parts_have_the_least_cost_of_all_with_the_same_average() -> None:
+    parts = {"a": (4e-3, 1000), "b": (1e-3, 3000), "c": (1e9, 10), "d": (0.0, 500)}
+    chosen = choose_bits(parts, 3.0)
+    assert chosen["c"] == 12
+    used = {part: num * chosen[part] for part, (_, num) in parts.items()}
+    assert 3 * 4510 - 0.01 * 4510 <= sum(used.values()) <= 3 * 4510
+    left = used["a"] + used["b"]
+    costs = {a: 4e-3 / 4 ** (a / 100) + 1e-3 / 4 ** ((left - 10 * a) / 3000) for a in range(150, 1200)}
+    assert 100 * chosen["a"] == pytest.approx(min(costs, key=lambda a: costs[a]), abs=2)
