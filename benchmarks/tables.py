@@ -13,12 +13,13 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, recorded
 from benchmarks.cross_compile import tables as machine_code
-from benchmarks.quality import curves, merge, own_text, peers
+from benchmarks.quality import curves, merge, mixed_bits, own_text, peers
 from benchmarks.reproduce import four_bits, unit_attention
 from benchmarks.serving import tables as serving
 from benchmarks.speed import gpu_tables
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("docs/advise.md", "mixed"): lambda: mixed_bits.table(recorded("mixed-bits")["rows"]),
     ("docs/export.md", "serving tables"): serving.tables,
     ("docs/measured.md", "H200"): gpu_tables.summary,
     ("docs/methods/gptq.md", "own text"): lambda: own_text.table(recorded("own-text")["rows"]),

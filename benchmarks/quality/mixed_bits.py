@@ -10,6 +10,7 @@ Texts and measures are those of `peers.py`. `--ours` leaves AutoScheme out.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def measure(folder: Path, name: str, bits: float, rows: common.Rows, *, ours: bo
         lpconv.convert(model, output, convert_options(settings, allow_mixed_groups=True, force=True))
         row = {"model": name, "bits": bits, "choice": choice, "bytes": peers.stored_bytes(output)}
         rows.put(row | held_out.compare(output) | {"settings": settings})
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table: KL on plays and on Python for each model and average, by the way of choosing."""
+    found = {(r["model"], r["bits"], r["choice"].rpartition(" bits")[2].strip() or "the same for all"): r for r in rows}
+    ways = ("the same for all", "by part", "by part with gptaq", *THEIRS)
+    lines = []
+    for model, bits in sorted({key[:2] for key in found}):
+        cells = (found.get((model, bits, way)) for way in ways)
+        kls = (f"{r['plays']['kl']:.3g}, {r['python']['kl']:.3g}" if r else "" for r in cells)
+        lines.append((model, f"{bits:g}", *kls))
+    return common.markdown(("model", "bits", *ways), lines)
 
 
 def main() -> None:

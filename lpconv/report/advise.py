@@ -9,6 +9,7 @@ from lpconv.layouts import SCHEMES
 from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
 from lpconv.report.document import Bullets, Code, Document, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
+from lpconv.report.tensors import format_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
 NOT_SMALLER = "not smaller than the model itself"
@@ -297,7 +298,13 @@ def noise_findings(noise: Iterable[RecipeNoise]) -> tuple[str, ...]:
 def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
     unit = " nats" if result.metric == "loss" else ""
     return tuple(
-        (p.tensor.removeprefix("re:^"), p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")
+        (
+            p.tensor.removeprefix("re:^"),
+            format_text(p.format),
+            f"{p.bits:.3g}",
+            sqnr_text(p.sqnr_db),
+            f"{p.divergence:.1e}{unit}",
+        )
         for p in result.parts[:_PARTS]
     )
 
