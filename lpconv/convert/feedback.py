@@ -254,6 +254,7 @@ class TensorRounding:
         if self.form.data[0].name not in stored:
             return dataclasses.replace(self._measured, side=stored)
         self.parts, self._is_plain = stored, False
+        del self._codes  # a byte per number
         return None
 
     def record(self) -> RoundingRecord:

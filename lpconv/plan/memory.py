@@ -50,6 +50,7 @@ _TORCH_BYTES = (680 if _HAS_CUDA else 200) * _MIB
 _TRANSFORMERS_BYTES = (240 if _HAS_CUDA else 192) * _MIB  # with one architecture, and blocks kept by the heap
 _ARCHITECTURE_BYTES = 64 * _MIB  # of these, for the architecture and the heap
 _BUILDING_BYTES = (200 if _HAS_CUDA else 120) * _MIB  # and a model without weights, for comparing names and shapes
+_TOKENIZER_BYTES = 5  # that a tokenizer leaves to the heap, per byte of its file
 _COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
 _ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
 _ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one being arranged
@@ -100,7 +101,9 @@ def plan_memory(
         workers -= 1
     phases = {"the conversion": loaded + _conversion_bytes(plan, workers)}
     importing = _ARCHITECTURE_BYTES if "transformers" in sys.modules else _TRANSFORMERS_BYTES
-    streaming = now + _OVERHEAD_BYTES + importing + _streamed_bytes(plan)
+    tokenizer = checkpoint.directory / "tokenizer.json"
+    reading = _TOKENIZER_BYTES * tokenizer.stat().st_size if tokenizer.is_file() else 0
+    streaming = now + _OVERHEAD_BYTES + importing + reading + _streamed_bytes(plan)
     if options.rounding != NEAREST:
         phases["rounding with error feedback"] = streaming + _rounding(plan)
     if options.has_input_scales or options.measures_cache:
