@@ -58,7 +58,7 @@ def _words(settings: Mapping[str, object]) -> list[object]:
         for name, value in settings.items()
         for pair in ([(name.removesuffix("s"), v) for v in value] if isinstance(value, list) else [(name, value)])
     ]
-    return [word for name, value in pairs for word in (f"--{name.replace('_', '-')}", value)]
+    return [word for name, value in pairs for word in (f"--{name.removeprefix('budget_').replace('_', '-')}", value)]
 
 
 def original(folder: Path) -> Path:
