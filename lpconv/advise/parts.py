@@ -68,7 +68,7 @@ def parts_of(
     """The cost of each part in which the converted `model` differs from the subject, and of all parts together.
 
     A part is a tensor, the weights that readers fuse, or the experts of a layer. The largest come first, because
-    formats are chosen for those. If time runs out, the others are missing and the cost of all is None.
+    their bits matter most. If time runs out, the others are missing and the cost of all is None.
     """
     own = dict(subject.model.named_parameters())
     other = {n: p.decode() if isinstance(p, CodedTensor) else p for n, p in model.named_parameters()}

@@ -89,7 +89,7 @@ def unpack(directory: Path, output: Path, *, force: bool, progress: Progress) ->
         raise InputError(f"`{changed[0]}` does not match {SUMS}", hint="download the checkpoint again")
     checkpoint, is_output = Checkpoint.open(directory), (directory / MARKER).exists()
     record = None if is_output else read_json(directory / PACKED)
-    check_disk(output, _sizes(directory / name for name in _names(checkpoint))[0])
+    check_disk(output, sum(max(end for _, end, _ in _pieces(directory / name)) for name in _names(checkpoint)))
     files, num = _write(checkpoint, output, record, force=force, progress=progress), len(checkpoint.tensors)
     return RestoreResult(
         path=str(directory), output=str(output), method="pack", exact=True, num_tensors=num, files=files
