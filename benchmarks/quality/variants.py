@@ -25,11 +25,12 @@ def qronos(share: float, damping: float | None = gptq.DAMPING) -> None:
     """
     factor_of = gptq.Moment.factor
 
-    def factor(self: gptq.Moment) -> gptq.Factor:
+    def factor(self: gptq.Moment, dtype: torch.dtype = torch.float32) -> gptq.Factor:
         squares_C, shift_CC = self.hessian_CC.diagonal().clone(), self.shift_CC
+        shift_CC = None if shift_CC is None else shift_CC.clone()
         if damping is None:
             gptq.DAMPING = float(1e-6 * torch.linalg.eigvalsh(self.hessian_CC)[-1] / squares_C.mean())
-        made = factor_of(self)
+        made = factor_of(self, dtype)
         first = made.order[-1]
         if made.aim_CC is not None and shift_CC is not None:
             made.aim_CC[:, -1] = shift_CC[:, first] * (made.lower_CC[-1, -1] / squares_C[first])

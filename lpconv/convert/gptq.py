@@ -90,48 +90,44 @@ class Moment:
                 self.shift_CC = torch.zeros_like(self.hessian_CC)
             self.shift_CC.addmm_((source_x.reshape(x_NC.shape) - x_NC).t(), x_NC)
 
-    def factor(self) -> Factor:
-        """The factor of Σ x xᵀ. Frees the sums.
+    def factor(self, dtype: torch.dtype = torch.float32) -> Factor:
+        """The factor of Σ x xᵀ, computed in `dtype`. In fp32 it overwrites the sums, which are gone in any case.
 
-        Raises ValueError if they are not finite.
+        Raises ValueError if the sums are not finite, LinAlgError if they are not positive definite in `dtype`.
         """
-        diagonal = self.hessian_CC.diagonal().clone()
+        lower_CC, aim_CC = self.hessian_CC, self.shift_CC
+        self.hessian_CC, self.shift_CC = torch.empty(0), None
+        diagonal = lower_CC.diagonal().clone()
         if not torch.isfinite(diagonal).all():
             raise ValueError("the inputs of the layer are NaN, infinite or too large to be squared")
         order = torch.argsort(diagonal, stable=True)
         added_C = (DAMPING * diagonal.mean()).expand(len(order)).clone()
         added_C[diagonal[order] == 0] = 1.0
-        lower_CC, info = self._cholesky(order, added_C)
+        for start in range(0, len(order), _SQUARE):
+            stop = start + _SQUARE
+            lower_CC[start:stop, stop:] = lower_CC[stop:, start:stop].t()
+        _reorder_(lower_CC, order)
+        _reorder_(lower_CC.t(), order)
+        matrix_CC = lower_CC.to(dtype)
+        matrix_CC.diagonal().add_(added_C)
+        lower_CC, info = matrix_CC.mT, torch.empty((), dtype=torch.int32)  # in place: H is symmetric
+        torch.linalg.cholesky_ex(lower_CC, out=(lower_CC, info))
         if info:
-            lower_CC, info = self._cholesky(order, added_C.double())
-        if info:
-            raise ValueError("the inputs of the layer have no positive definite second moment")
-        self.hessian_CC, aim_CC = torch.empty(0), None
-        if self.shift_CC is not None:
-            aim_CC, self.shift_CC = self.shift_CC[:, order], None
+            raise torch.linalg.LinAlgError("the inputs of the layer have no positive definite second moment")
+        lower_CC = lower_CC.float()
+        if aim_CC is not None:
+            _reorder_(aim_CC, order)
             torch.linalg.solve_triangular(lower_CC.mT, aim_CC, upper=True, left=False, out=aim_CC)
         return Factor(
             order=order, lower_CC=lower_CC, added_C=added_C, squares_C=diagonal, num_inputs=self.num_inputs,
             is_transposed=self.is_transposed, aim_CC=aim_CC,
         )  # fmt: skip
 
-    def _cholesky(self, order: Tensor, added_C: Tensor) -> tuple[Tensor, int]:
-        """L in fp32, computed in the dtype of `added_C`, and 0 if there is one."""
-        matrix_CC = self._in_order(order).to(added_C.dtype)
-        matrix_CC.diagonal().add_(added_C)
-        lower_CC, info = matrix_CC.mT, torch.empty((), dtype=torch.int32)  # in place: H is symmetric
-        torch.linalg.cholesky_ex(matrix_CC.mT, out=(lower_CC, info))
-        return lower_CC.float(), int(info)
 
-    def _in_order(self, order: Tensor) -> Tensor:
-        """Σ x xᵀ with rows and columns in `order`. Completes `hessian_CC`."""
-        hessian_CC, out_CC = self.hessian_CC, torch.empty_like(self.hessian_CC)
-        for start in range(0, len(order), _SQUARE):
-            stop = start + _SQUARE
-            hessian_CC[start:stop, stop:] = hessian_CC[stop:, start:stop].t()
-        for start in range(0, len(order), _SQUARE):
-            out_CC[start : start + _SQUARE] = hessian_CC[order[start : start + _SQUARE]][:, order]
-        return out_CC
+def _reorder_(x_RC: Tensor, order: Tensor) -> None:
+    """Put columns in `order`, in place."""
+    for rows in x_RC.split(_SQUARE):
+        rows.copy_(rows[:, order])
 
 
 def round_with_feedback(weight_RC: Tensor, factor: Factor, scales_RC: Tensor, element: Format) -> Tensor:

@@ -184,7 +184,7 @@ def _working(weights: Sequence[PlannedTensor], walks: int) -> int:
     """Memory of the moments or the factor, and of rows of a weight, for any of the weights."""
     factors = max((t.info.shape[-1] ** 2 for t in weights), default=0)
     rows = max((min(math.prod(t.info.shape[-2:]), SLAB) for t in weights), default=0)
-    return (4 + 4 * walks) * factors + 24 * rows
+    return 4 * walks * factors + 24 * rows
 
 
 def _codes_of_layer(weights: Sequence[PlannedTensor]) -> int:

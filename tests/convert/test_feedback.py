@@ -183,6 +183,25 @@ def inputs_of(model: Any, name: str, windows: Tensor) -> Tensor:
     return torch.cat(seen)
 
 
+@pytest.mark.parametrize("rounding", ["gptq", "gptaq"])
+def test_moments_that_fail_in_fp32_are_summed_again_for_fp64(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounding: str
+) -> None:
+    rounded(plain, tmp_path / "fp32", rounding=rounding, **INT4)
+    cholesky = torch.linalg.cholesky_ex
+
+    def failing(x: Tensor, *, out: tuple[Tensor, Tensor]) -> None:
+        cholesky(x, out=out)
+        out[1].fill_(x.dtype == torch.float32)
+        x.add_(out[1])
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", failing)
+    rounded(plain, tmp_path / "fp64", rounding=rounding, **INT4)
+    got, wanted = (load_file(tmp_path / name / FILE) for name in ("fp64", "fp32"))
+    pairs = [(x.view(torch.uint8), wanted[name].view(torch.uint8)) for name, x in got.items()]
+    assert sum(int((a != b).sum()) for a, b in pairs) < 0.01 * sum(a.numel() for a, _ in pairs)
+
+
 def test_the_same_bytes_again_and_other_ones_by_another_seed(plain: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", None), ("c", 1)):
         rounded(plain, tmp_path / name, calibration_seed=seed, **INT4)

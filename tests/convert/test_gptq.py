@@ -1,5 +1,6 @@
 """Rounding with error feedback, as a function of a weight, the second moment of its inputs, scales and a format."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +100,15 @@ def test_a_factor_of_large_moments_is_that_of_the_whole_matrix(cols: int) -> Non
     torch.testing.assert_close(lower @ lower.T, wanted, rtol=1e-5, atol=1e-4)
     assert torch.equal(lower.tril(), lower)
     assert factor.num_inputs == 64
+
+
+def test_moments_of_too_small_a_determinant_for_fp32_are_factored_in_fp64() -> None:
+    hessian = torch.tensor([[1.0, 1.01], [1.01, 1.0]])  # 1.01 in fp32 is a little less than 1 + DAMPING
+    with pytest.raises(torch.linalg.LinAlgError):
+        factor_of(hessian)
+    lower = Moment(hessian_CC=hessian.clone()).factor(torch.float64).lower_CC
+    wanted = np.linalg.cholesky(hessian.double().numpy() + np.eye(2) * float(torch.tensor(DAMPING)))
+    np.testing.assert_allclose(lower.numpy(), wanted, rtol=1e-6)
 
 
 def test_uncorrelated_inputs_leave_nearest_rounding() -> None:
