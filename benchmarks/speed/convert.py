@@ -6,7 +6,8 @@ Each case is its own process:
 
 - `cp` copies the checkpoint and syncs every file of the copy.
 - A method and format is `lpconv convert --verify weights` with hashes, checks and reports; it syncs its output.
-- With `--verify`, each output is also compared by `lpconv verify --level weights`, which reads source and output.
+- With `--verify`, each output is also compared by `lpconv verify --level weights`, which reads source and output, and
+  `lpconv restore` writes it in the source's dtype.
 - `transformers` loads the checkpoint, casts it to float16 and saves it. It does not sync, which is in its favour.
 
 Cases alternate within a round, so that other work on the machine affects all of them, and each is compared with `cp` of
@@ -36,7 +37,7 @@ from benchmarks import common
 _SYNTHETIC = Path(__file__).with_name("synthetic.py")
 _COLUMNS = ("source", "case", "GB in + out", "s", "least to most", "reported s", "GB/s", "of cp", "of transformers",
             "of SHA-256", "CPU s", "peak RSS, MB")  # fmt: skip
-_SOURCE, _OUTPUT = "SOURCE", "OUTPUT"
+_SOURCE, _OUTPUT, _RESTORED = "SOURCE", "OUTPUT", "RESTORED"
 _COPY = 'cp -r "$0" "$1" && sync "$1"/*'
 _TRANSFORMERS = """
 import sys, torch, transformers
@@ -90,27 +91,32 @@ class Measurement:
         return (self.bytes_in + self.bytes_out) / self.wall_s
 
 
-def _lpconv(method: str, fmt: str, residual: str | None = None) -> Case:
-    command = [sys.executable, "-m", "lpconv", "convert", _SOURCE, "--output", _OUTPUT, "--method", method]
-    command += ["--format", fmt, "--verify", "weights", "--json", "--quiet"]
-    if residual is not None:
-        command += ["--residual", residual]
-    return Case(name=f"{method} {residual or fmt}", command=tuple(command), tree=common.ROOT)
+def _lpconv(method: str, *options: str) -> Case:
+    words = ("convert", _SOURCE, "--output", _OUTPUT, "--method", method, *options, "--verify", "weights")
+    return Case(name=f"{method} {options[-1]}", command=_command(*words), tree=common.ROOT)
 
 
-def _verifying(case: Case) -> Case:
-    """Verification of the output of the preceding conversion."""
-    words = ("-m", "lpconv", "verify", _OUTPUT, "--against", _SOURCE, "--level", "weights", "--json", "--quiet")
-    return dataclasses.replace(case, name=f"verify {case.name}", command=(sys.executable, *words))
+def _command(*words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "lpconv", *words, "--json", "--quiet")
+
+
+def _with_output(case: Case) -> Iterator[Case]:
+    """A conversion, and what reads its output."""
+    yield case
+    verify = _command("verify", _OUTPUT, "--against", _SOURCE, "--level", "weights")
+    yield dataclasses.replace(case, name=f"verify {case.name}", command=verify)
+    restore = _command("restore", _OUTPUT, "--output", _RESTORED, "--force")
+    yield dataclasses.replace(case, name=f"restore {case.name}", command=restore)
 
 
 CASES = {
     c.name: c
     for c in (
         Case(name="cp", command=("sh", "-c", _COPY, _SOURCE, _OUTPUT)),
-        *(_lpconv("unit", f) for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")),
-        _lpconv("scalify", "fp16"),
-        *(_lpconv("collage", "bf16", r) for r in ("bf16", "exact16", "int8")),
+        *(_lpconv("unit", "--format", f) for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")),
+        *(_lpconv("unit", "--bits", bits) for bits in ("3", "4.5")),
+        _lpconv("scalify", "--format", "fp16"),
+        *(_lpconv("collage", "--format", "bf16", "--residual", r) for r in ("bf16", "exact16", "int8")),
         Case(name="transformers", command=(sys.executable, "-c", _TRANSFORMERS, _SOURCE, _OUTPUT)),
     )
 }
@@ -122,7 +128,7 @@ def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: f
     time.sleep(rest_s)
     hashing = _sha256_rate()
     environment = os.environ if case.tree is None else os.environ | {"PYTHONPATH": str(case.tree)}
-    words = {_SOURCE: str(subject.directory), _OUTPUT: str(output)}
+    words = {_SOURCE: str(subject.directory), _OUTPUT: str(output), _RESTORED: str(output.with_name("restored"))}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -226,11 +232,12 @@ def _runs(
         _warm(subject.directory)
         for index in range(rounds):
             for case in cases:
-                for each in [case, _verifying(case)] if verifies and case.tree else [case]:
+                for each in _with_output(case) if verifies and case.tree else [case]:
                     m = measure(each, subject, output, index=index, rest_s=rest_s)
                     print(f"{m.size} {m.dtype} {m.case}: {m.wall_s:.2f} s, {m.rate / 1e9:.2f} GB/s", file=sys.stderr)
                     yield m
-                shutil.rmtree(output)
+                for folder in (output, output.with_name("restored")):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_turn(names: Sequence[str], before: Path | None) -> Iterator[Case]:
@@ -260,7 +267,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=_names, default=["2GB", "8GB"])
     parser.add_argument("--dtypes", type=_names, default=["float32", "bfloat16"])
     parser.add_argument("--cases", type=_names, default=list(CASES), help=", ".join(CASES))
-    parser.add_argument("--verify", action="store_true", help="time `lpconv verify --level weights` too")
+    parser.add_argument("--verify", action="store_true", help="time `lpconv verify` and `lpconv restore` too")
     parser.add_argument("--before", type=Path, help="folder of another lpconv", metavar="TREE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rest", type=float, default=3, help="seconds before each run", metavar="SECONDS")
