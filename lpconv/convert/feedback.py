@@ -54,7 +54,6 @@ from lpconv.workers import SingleThreadedTorch, Workers
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
-_WIDE = 4096  # columns whose moments are large next to activations
 _SAMPLED = 2**18  # most numbers of a matrix, in evenly spaced rows, whose output errors are measured
 
 
@@ -408,8 +407,7 @@ class _Rounding:
                 in_source = None if source is None else source.product(number, matrices)
                 moment.add(product.x, None if in_source is None else in_source.x)
             assert moment is not None, matrices
-            if len(moment.hessian_CC) >= _WIDE:
-                trim_heap()
+            trim_heap()  # of activations that are no longer held
             try:
                 return moment.factor(dtype)
             except (ValueError, torch.linalg.LinAlgError) as e:
