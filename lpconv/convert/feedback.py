@@ -410,7 +410,7 @@ class _Rounding:
             trim_heap()  # of activations that are no longer held
             try:
                 return moment.factor(dtype)
-            except (ValueError, torch.linalg.LinAlgError) as e:
+            except (ValueError, ArithmeticError) as e:
                 error = e
         raise InputError(
             f"`{matrices[0].name}`: {error} on the text",

@@ -93,7 +93,7 @@ class Moment:
     def factor(self, dtype: torch.dtype = torch.float32) -> Factor:
         """The factor of Σ x xᵀ, computed in `dtype`. In fp32 it overwrites the sums, which are gone in any case.
 
-        Raises ValueError if the sums are not finite, LinAlgError if they are not positive definite in `dtype`.
+        Raises ValueError if the sums are not finite, ArithmeticError if they are not positive definite in `dtype`.
         """
         lower_CC, aim_CC = self.hessian_CC, self.shift_CC
         self.hessian_CC, self.shift_CC = torch.empty(0), None
@@ -113,7 +113,7 @@ class Moment:
         lower_CC, info = matrix_CC.mT, torch.empty((), dtype=torch.int32)  # in place: H is symmetric
         torch.linalg.cholesky_ex(lower_CC, out=(lower_CC, info))
         if info:
-            raise torch.linalg.LinAlgError("the inputs of the layer have no positive definite second moment")
+            raise ArithmeticError("the inputs of the layer have no positive definite second moment")
         lower_CC = lower_CC.float()
         if aim_CC is not None:
             _reorder_(aim_CC, order)
@@ -126,7 +126,7 @@ class Moment:
 
 def _reorder_(x_RC: Tensor, order: Tensor) -> None:
     """Put columns in `order`, in place."""
-    for rows in x_RC.split(_SQUARE):
+    for rows in torch.split(x_RC, _SQUARE):
         rows.copy_(rows[:, order])
 
 

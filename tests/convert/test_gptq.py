@@ -104,7 +104,7 @@ def test_a_factor_of_large_moments_is_that_of_the_whole_matrix(cols: int) -> Non
 
 def test_moments_of_too_small_a_determinant_for_fp32_are_factored_in_fp64() -> None:
     hessian = torch.tensor([[1.0, 1.01], [1.01, 1.0]])  # 1.01 in fp32 is a little less than 1 + DAMPING
-    with pytest.raises(torch.linalg.LinAlgError):
+    with pytest.raises(ArithmeticError):
         factor_of(hessian)
     lower = Moment(hessian_CC=hessian.clone()).factor(torch.float64).lower_CC
     wanted = np.linalg.cholesky(hessian.double().numpy() + np.eye(2) * float(torch.tensor(DAMPING)))
