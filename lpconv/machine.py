@@ -20,7 +20,8 @@ from lpconv.errors import ResourceError, first_line
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page if there is no limit
 _KIB = 2**10
-_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # M_MMAP_THRESHOLD and M_ARENA_MAX of malloc.h
+_LARGE = 4 * 2**20  # bytes of a block with pages of its own
 # Messages of allocators (Python, torch, the C library) and of the loader if memory for a library's code is missing.
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
          "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
@@ -94,9 +95,14 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
 
 
 def share_one_heap() -> None:
-    """Let new threads allocate from one heap, so that memory freed by one serves the others. Only glibc has several."""
+    """Let new threads allocate from one heap, so that memory freed by one serves the others, and return large blocks as
+    soon as they are freed.
+
+    By default glibc gives every thread a heap, and keeps freed blocks of up to 32 MiB in them.
+    """
     with suppress(AttributeError, TypeError):
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+        for parameter, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _LARGE)):
+            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def trim_heap() -> None:

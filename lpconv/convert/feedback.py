@@ -368,6 +368,7 @@ class _Rounding:
                 run.pass_by(matrices)
                 if source is not None:
                     source.pass_by(matrices)
+            factor = None  # frees memory
             rounded = {name: tensor for name, tensor in tensors.items() if tensor is not None}
             found = {name: scales for name, t in rounded.items() if (scales := t.finish()) is not None}
             if found:

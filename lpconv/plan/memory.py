@@ -59,7 +59,7 @@ _CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration
 AT_ONCE = 1024  # most tokens per forward pass of a body
 ROUNDED_BYTES = 2**26  # of rounded weights in a file of a resumable conversion, at least; two copies are made in memory
 SLAB = 2**23  # most numbers of a weight that are rounded together; rows are independent
-_KEPT_BYTES = 256 * _MIB  # most that the heap keeps of freed activations, for each model
+_KEPT_BYTES = 160 * _MIB  # most that the heap keeps of freed activations, for each model
 _LAYER = re.compile(r".*?\.\d+\.")
 _HELD_BYTES = 768 * _MIB  # activations of windows that wait within a layer, at least those of one pass
 # 2 x 32 tokens: logits of both models in fp32, their difference and four tables of probabilities in fp64.
