@@ -13,11 +13,8 @@ def advise(
     What has been measured is kept when the time is up, and on Ctrl-C and SIGTERM.
 
     [bold]Examples[/bold]
-
       lpconv advise demo --budget minutes=1
-
       lpconv advise ./llama --for infer --data corpus.txt --budget quality=0.02
-
       lpconv advise ./bert --for train --data reviews.jsonl --budget memory=40GB,minutes=30
     """
     from lpconv.advise.record import MANIFEST, PAGE, save_results

@@ -24,7 +24,6 @@ def attest(
     """Write an in-toto statement about an output: the hashes of files, source, options, versions and verification.
 
     [bold]Examples[/bold]
-
       lpconv attest ./bert-large-unit-fp16 --against bert-large
     """
     from lpconv.results import json_text

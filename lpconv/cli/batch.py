@@ -58,11 +58,8 @@ def batch(
     """Run the conversions, fine-tunings, benches and probes in a manifest.
 
     [bold]Examples[/bold]
-
       lpconv batch jobs.yaml --dry-run
-
       lpconv batch jobs.yaml --keep-going --resume --junit batch.xml
-
       lpconv batch jobs.yaml --parallel 4
     """
     from lpconv.batch.manifest import load_manifest

@@ -31,13 +31,9 @@ def bench(
     """Measure time, memory and error of low precision against a compiled baseline.
 
     [bold]Examples[/bold]
-
       lpconv bench --format fp8
-
       lpconv bench llama-8b --layers 4 --format fp8 --method static,tensor --rivals --mode infer,train
-
       lpconv bench bert-base --batch-size 1,8 --seq-len 128,512 --gate 'speedup>=1.2' --html bench.html
-
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
     from lpconv.bench.outcome import final_error, judge_of, keep_results

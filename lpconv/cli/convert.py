@@ -47,19 +47,12 @@ def convert(
     """Write a low-precision copy of a checkpoint, verify it, and report what it costs.
 
     [bold]Examples[/bold]
-
       lpconv convert ./llama --scheme FP8_DYNAMIC -o llama-fp8
-
       lpconv convert bert-large --method unit
-
       lpconv convert ./llama --method unit --format e4m3fn --gate 'sqnr>=25' -o llama-unit
-
       lpconv convert ./llama --method collage --residual exact16
-
       lpconv convert ./llama --bits 3.7
-
       lpconv convert ./llama --pack -o llama-packed
-
       lpconv convert gpt2 --dry-run
     """
     from lpconv.cli.progress import progress_for

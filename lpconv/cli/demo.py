@@ -16,7 +16,6 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     """Convert the included model with every method, and compare the results. Takes less than a minute, offline.
 
     [bold]Example[/bold]
-
       lpconv demo -o my-demo
     """
     from lpconv.convert.run import convert

@@ -16,12 +16,9 @@ def doctor(
     """Show what this machine supports: native and emulated formats, products on a GPU, packages and extras.
 
     [bold]Examples[/bold]
-
       lpconv doctor
-
       lpconv doctor --require fp8,onnx
     """
-
     if aliases:
         from lpconv.report.doctor import alias_table
         from lpconv.storage.aliases import ALIASES

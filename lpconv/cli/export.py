@@ -46,9 +46,7 @@ def onnx(model: Model, output: Target, options: ExportOptions, json: Json = Fals
     """Write an ONNX model with weights in their stored format, and check it with ONNX Runtime.
 
     [bold]Examples[/bold]
-
       lpconv export onnx ./bert-large-unit-e4m3fn -o bert-onnx
-
       lpconv export onnx gpt2 -o gpt2-onnx --external-data
     """
     from lpconv.export.run import export_onnx

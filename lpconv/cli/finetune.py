@@ -34,15 +34,10 @@ def finetune(
     """Fine-tune a model in low precision and in fp32, and report the difference.
 
     [bold]Examples[/bold]
-
       lpconv finetune demo --recipe unit-fp8 --steps 10
-
       lpconv finetune ./bert --recipe collage-bf16 --task classification --data reviews.jsonl --seeds 3
-
       lpconv finetune gpt2 --precision fp8 --method unit --optimizer collage-plus --data corpus.txt
-
       lpconv finetune llama-70b --dry-run --seq-len 2048
-
       torchrun --nproc-per-node 2 -m lpconv finetune gpt2 --recipe collage-bf16
     """
     from lpconv.cli.progress import progress_for

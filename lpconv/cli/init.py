@@ -26,11 +26,8 @@ def init(
     """Draw a fresh unit-scaled model, to train from scratch in fp8 or fp16.
 
     [bold]Examples[/bold]
-
       lpconv init demo --reinit --width 64 --layers 2 -o fresh
-
       lpconv init bert-base --tokenizer google-bert/bert-base-uncased -o bert-native
-
       lpconv finetune ./fresh --recipe native-fp8 --steps 200
     """
     from lpconv.cli.progress import progress_for

@@ -28,11 +28,8 @@ def inspect(
     in weights that readers fuse are named.
 
     [bold]Examples[/bold]
-
       lpconv inspect bert-large
-
       lpconv inspect ./bert-large-unit-fp16 --stats --json
-
       lpconv inspect ./llama-nvfp4 --strict
     """
     from lpconv.inspect.headers import check_against_model, inspect as inspect_headers

@@ -35,7 +35,6 @@ def merge(
     weights loses small updates.
 
     [bold]Examples[/bold]
-
       lpconv merge ./llama-w4a16 ./adapter --data chats.jsonl -o llama-merged --gate 'update_kept>=0.9'
     """
     from lpconv.cli.finetune import finetune

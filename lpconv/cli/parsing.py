@@ -46,9 +46,10 @@ _USUAL: dict[str, tuple[str, ...]] = {
 
 def help_text(command: Callable[..., None]) -> str:
     """The docstring of a command for its help page: a line for each paragraph and each example."""
-    paragraphs = [" ".join(paragraph.split()) for paragraph in str(command.__doc__).split("\n\n")]
-    first = next((i for i, p in enumerate(paragraphs, 1) if p.startswith("[bold]")), len(paragraphs))
-    return "\n\n".join([*paragraphs[:first], "\n".join(paragraphs[first:])])
+    text, heading, examples = str(command.__doc__).partition("[bold]")
+    title, *lines = examples.strip().split("\n")
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+    return "\n\n".join([*paragraphs, heading + title, "\n".join(line.strip() for line in lines)])
 
 
 class HelpPage:

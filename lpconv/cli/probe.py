@@ -12,11 +12,8 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
     any format.
 
     [bold]Examples[/bold]
-
       lpconv probe gpt2 --steps 2
-
       lpconv probe gpt2 --calibrate
-
       lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
     """
     from lpconv.probe.run import run_probe

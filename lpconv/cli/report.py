@@ -28,13 +28,9 @@ def report(
     """Show a run again, compare several runs, or list the runs in a folder.
 
     [bold]Examples[/bold]
-
       lpconv report ./bert-large-unit-fp16
-
       lpconv report ./bert-large-unit-fp16 ./bert-large-unit-e4m3fn --html compare.html
-
       lpconv report ./runs --html runs/index.html
-
       lpconv report ./bert-large-probe --what-if e5m2
     """
     from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, find_run, name_of, one_kind, show_folder, write_page

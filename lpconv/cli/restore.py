@@ -31,9 +31,7 @@ def restore(
     For a checkpoint that another tool quantised, write what its codes stand for.
 
     [bold]Examples[/bold]
-
       lpconv restore ./bert-large-unit-fp32 -o ./bert-large-again
-
       lpconv restore ./llama-nvfp4 --dtype fp32 -o ./llama-decoded
     """
     from lpconv.convert.restore import restore as restore_checkpoint

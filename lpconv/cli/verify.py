@@ -24,13 +24,9 @@ def verify(
     For any other checkpoint, compare its decoded weights with those of another one, tensor by tensor.
 
     [bold]Examples[/bold]
-
       lpconv verify ./bert-large-unit-fp16
-
       lpconv verify ./bert-large-unit-fp16 --against bert-large --level logits
-
       lpconv verify ./llama-nvfp4 --against ./llama --gate 'sqnr>=15'
-
       lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05' --html verify.html
     """
     from lpconv.report.verify import failure_text, verify_document
