@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lpconv.bench.options import BENCH_FORMATS, BenchOptions
-from lpconv.cli.command import Json, Quiet, print_result, typed_command
+from lpconv.cli.command import Json, Quiet, print_result, typed_command, write_page
 from lpconv.options import Option, check
 
 
@@ -40,7 +40,7 @@ def bench(
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
     from lpconv.cli.progress import progress_for
-    from lpconv.storage.partfile import check_file, write_small
+    from lpconv.storage.partfile import check_file
 
     check(options)
     together = processes_of(options.processes)
@@ -59,7 +59,6 @@ def bench(
     for file in filter(None, (save, html)):
         check_file(Path(file))
     from lpconv.report.bench import bench_document
-    from lpconv.report.html import html as html_page
 
     with keep_results(
         Path(save) if save else None,
@@ -70,7 +69,7 @@ def bench(
             result = measure(options, progress=progress, on_result=keep)
         result = keep(result)
     if html is not None:
-        write_small(Path(html), html_page(bench_document(result)))
+        write_page(html, bench_document(result))
     error = final_error(result)
     if error is None or not json:  # with --json the error's details hold the result
         print_result(result, bench_document, json=json)

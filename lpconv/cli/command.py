@@ -128,6 +128,15 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
         show(render(result), brief=QUIET.get())
 
 
+def write_page(file: str, document: Any) -> None:
+    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError if it cannot write."""
+    from lpconv.report.html import html
+    from lpconv.storage.partfile import check_file, write_small
+
+    check_file(Path(file))
+    write_small(Path(file), html(document))
+
+
 def print_next(text: str) -> None:
     """Print where a result is, or what to do with it, unless the command is quiet."""
     if not QUIET.get():

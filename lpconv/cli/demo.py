@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lpconv.cli.command import Json, Quiet, Target, print_next, print_result
+from lpconv.cli.command import Json, Quiet, Target, print_next, print_result, write_page
 from lpconv.cli.main import next_steps
 from lpconv.cli.progress import progress_for
 from lpconv.errors import OutputExistsError
@@ -22,8 +22,7 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     from lpconv.plan.options import ConvertOptions
     from lpconv.report.compare import run_names
     from lpconv.report.convert import compare_conversions
-    from lpconv.report.html import html
-    from lpconv.storage.partfile import check_writable, write_small
+    from lpconv.storage.partfile import check_writable
     from lpconv.storage.staging import is_unused
 
     folder = Path(output)
@@ -44,7 +43,7 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
             results.append(convert("demo", folder / f"{method}-{fmt}", options, progress=progress, command=command))
     page = folder / "report.html"
     compared = compare_conversions(results, run_names([r.output for r in results]))
-    write_small(page, html(compared))
+    write_page(str(page), compared)
     print_result(results, lambda _: compared, json=json)
     if not json:
         print_next(f"\nComparison with plots: {page}\nEach run has its own report.html next to its model.")

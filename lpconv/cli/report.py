@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, print_result
+from lpconv.cli.command import Json, print_result, write_page
 from lpconv.errors import UsageError
 from lpconv.options import Option
 
@@ -33,7 +33,7 @@ def report(
       lpconv report ./runs --html runs/index.html
       lpconv report ./bert-large-probe --what-if e5m2
     """
-    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, find_run, name_of, one_kind, show_folder, write_page
+    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, find_run, name_of, one_kind, show_folder
     from lpconv.report.compare import run_names
     from lpconv.storage.remote import check_url, is_url
 

@@ -13,7 +13,7 @@ from typing import Any
 from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import read_bench
-from lpconv.cli.command import print_result
+from lpconv.cli.command import print_result, write_page
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import missing_directory
 from lpconv.probe.options import PROBE_FILE
@@ -23,12 +23,10 @@ from lpconv.report.compare import RunEntry, index_document, run_names
 from lpconv.report.convert import compare_conversions, convert_document
 from lpconv.report.document import Document, Table
 from lpconv.report.finetune import compare_finetunes, finetune_document
-from lpconv.report.html import html as html_page
 from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import check_file, write_small
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
@@ -168,12 +166,6 @@ _KINDS = (
         compare=compare_conversions,
     ),
 )  # fmt: skip
-
-
-def write_page(html: str, document: Document) -> None:
-    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError if it cannot write."""
-    check_file(Path(html))
-    write_small(Path(html), html_page(document))
 
 
 def show_folder(folder: Path, html: str | None, *, json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, print_result, typed_command
+from lpconv.cli.command import Json, Quiet, print_result, typed_command, write_page
 from lpconv.cli.progress import progress_for
 from lpconv.errors import VerificationError
 from lpconv.options import Option
@@ -31,7 +31,7 @@ def verify(
     """
     from lpconv.report.verify import failure_text, verify_document
     from lpconv.results import Verification, to_json
-    from lpconv.storage.partfile import check_file, write_small
+    from lpconv.storage.partfile import check_file
     from lpconv.storage.resolve import directory_of
     from lpconv.verify.run import verify_output, with_source
     from lpconv.version import __version__
@@ -47,9 +47,7 @@ def verify(
         **vars(checked), path=path, against=compared.against, command=typed_command(), version=__version__
     )
     if html is not None:
-        from lpconv.report.html import html as html_page
-
-        write_small(Path(html), html_page(verify_document(result)))
+        write_page(html, verify_document(result))
     if result.passed or not json:  # otherwise the error's details hold the result
         print_result(result, verify_document, json=json)
     if not result.passed:
