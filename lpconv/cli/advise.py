@@ -1,12 +1,10 @@
 """`lpconv advise`."""
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_next, print_result, typed_command
+from lpconv.cli.command import Json, Model, Output, output_of, print_next, print_result, typed_command
 
 
-def advise(
-    model: Model, options: AdviseOptions, output: Output = None, json: Json = False, quiet: Quiet = False
-) -> None:
+def advise(model: Model, options: AdviseOptions, output: Output = None, json: Json = False) -> None:
     """Measure what low precision would save and cost for a model, and recommend what to do.
 
     The output directory (NAME-advice) gets a page with plots, the figures as JSON, and jobs.yaml for `lpconv batch`.
@@ -26,7 +24,7 @@ def advise(
     with save_results(
         target, options, lambda partial: None if json else print_result(partial, advice_document, json=False)
     ) as keep:
-        with progress_for(quiet=quiet) as progress:
+        with progress_for() as progress:
             result = measure(model, target, options, progress=progress, keep=keep, command=typed_command())
         keep(result)
     print_result(result, advice_document, json=json)

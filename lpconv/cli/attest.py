@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, print_next
+from lpconv.cli.command import Json, print_next
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UsageError
 from lpconv.options import Option
@@ -19,7 +19,6 @@ def attest(
     ] = None,
     against: Annotated[str | None, Option("Source to compare with and to attest by hashes", metavar="MODEL")] = None,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write an in-toto statement about an output: the hashes of files, source, options, versions and verification.
 
@@ -38,7 +37,7 @@ def attest(
     if file.resolve().is_relative_to(directory.resolve()):
         raise UsageError(f"`{file}` would be a new file of the output", hint="write it next to the output")
     check_file(file)
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         text = json_text(attest_output(directory, against=against, progress=progress))
     write_small(file, text)
     if is_printed:

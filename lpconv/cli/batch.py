@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lpconv.batch.options import BatchOptions
-from lpconv.cli.command import Json, Quiet, print_result
-from lpconv.cli.progress import progress_for
+from lpconv.cli.command import Json, print_result
+from lpconv.cli.progress import QUIET, progress_for
 from lpconv.errors import UsageError
 from lpconv.options import check
 
@@ -53,7 +53,6 @@ def batch(
         ),
     ] = False,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Run the conversions, fine-tunings, benches and probes in a manifest.
 
@@ -74,7 +73,7 @@ def batch(
     from lpconv.batch.run import run_batch
     from lpconv.batch.runners import FINISHING, RUNNERS
 
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         if options.shard is not None:
             _write_part(loaded, options, options.shard, progress, json=json)
             return
@@ -84,7 +83,7 @@ def batch(
             options,
             progress=progress,
             on_result=lambda result: _show(result, options.junit, json=json),
-            executor=None if options.dry_run else _executor(loaded, options, progress=progress, quiet=quiet),
+            executor=None if options.dry_run else _executor(loaded, options, progress),
         )
     if json:
         from lpconv.report.batch import batch_document
@@ -116,7 +115,7 @@ def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
         raise UsageError("--shard and --finish need exactly one conversion", hint="select it with --only")
 
 
-def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progress", quiet: bool) -> "Executor | None":
+def _executor(manifest: "Manifest", options: BatchOptions, progress: "Progress") -> "Executor | None":
     """The executor for the jobs; None for this process. Raises UsageError for --address without --executor ray."""
     name, address, parallel = options.executor, options.address, options.parallel
     if name == "local" and address is not None:
@@ -124,7 +123,7 @@ def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progres
     if name == "ray":
         from lpconv.batch.ray import RayExecutor
 
-        return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=quiet)
+        return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=QUIET.get())
     if parallel in (None, 1):
         return None
     from lpconv.batch.task import LocalExecutor

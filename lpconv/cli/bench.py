@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lpconv.bench.options import BENCH_FORMATS, BenchOptions
-from lpconv.cli.command import Json, Quiet, print_result, typed_command, write_page
+from lpconv.cli.command import Json, print_result, typed_command, write_page
 from lpconv.options import Option, check
 
 
@@ -26,7 +26,6 @@ def bench(
     ] = None,
     html: Annotated[str | None, Option("HTML file to write", metavar="FILE", panel="Results")] = None,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Measure time, memory and error of low precision against a compiled baseline.
 
@@ -65,7 +64,7 @@ def bench(
         judge,
         lambda partial: None if json else print_result(partial, bench_document, json=False),
     ) as keep:
-        with progress_for(quiet=quiet) as progress:
+        with progress_for() as progress:
             result = measure(options, progress=progress, on_result=keep)
         result = keep(result)
     if html is not None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command
+from lpconv.cli.command import Json, Model, Output, listing, output_of, print_result, typed_command
 from lpconv.errors import UsageError
 from lpconv.formats.spec import CODED
 from lpconv.layouts import SCHEMES
@@ -42,7 +42,6 @@ def convert(
         ),
     ] = False,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write a low-precision copy of a checkpoint, verify it, and report what it costs.
 
@@ -74,7 +73,7 @@ def convert(
         if shard is not None or finish or measure:
             raise UsageError("--pack writes all files in one run", hint="leave --shard, --finish and --measure out")
         target = str(output_of(output, model, "packed"))
-        with progress_for(quiet=quiet) as progress:
+        with progress_for() as progress:
             packed = pack_checkpoint(model, target, options, dry_run=dry_run, progress=progress)
         if json:
             print(json_text(packed), end="")
@@ -89,11 +88,11 @@ def convert(
     words = [options.scheme] if options.scheme else [filled.method, content]
     target = output or str(output_of(output, model, *words))
     if dry_run:
-        with progress_for(quiet=quiet or not measure) as progress:
+        with progress_for(shown=measure) as progress:
             planned = run.plan(model, target, options, measure=measure, progress=progress)
         print_result(planned, plan_document, json=json)
         return
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         if shard is not None:
             part = parts.convert_part(model, target, options, Part.parse(shard), progress=progress)
             print_result(part, part_document, json=json)

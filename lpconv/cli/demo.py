@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lpconv.cli.command import Json, Quiet, Target, print_next, print_result, write_page
+from lpconv.cli.command import Json, Target, print_next, print_result, write_page
 from lpconv.cli.main import next_steps
 from lpconv.cli.progress import progress_for
 from lpconv.errors import OutputExistsError
@@ -12,7 +12,7 @@ from lpconv.options import Force
 _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16"))
 
 
-def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = False, quiet: Quiet = False) -> None:
+def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = False) -> None:
     """Convert the included model with every method, and compare the results. Takes less than a minute, offline.
 
     [bold]Example[/bold]
@@ -35,7 +35,7 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
             f"`{folder}` exists" + ("" if is_ours else " and `lpconv demo` did not write it"), hint=hint
         )
     results = []
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         for method, fmt in _RUNS:
             progress.message(f"converting the demo model: {method} {fmt}")
             options = ConvertOptions(method=method, format=fmt, verify="logits", force=force)

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from lpconv.cli.command import Json, Model, Quiet, Target, print_result
+from lpconv.cli.command import Json, Model, Target, print_result
 from lpconv.cli.handling import handle_failures
 from lpconv.cli.parsing import Command, HelpPage, help_text
 from lpconv.cli.progress import progress_for
@@ -42,7 +42,7 @@ def _export() -> None:
     """Export a checkpoint for another runtime."""
 
 
-def onnx(model: Model, output: Target, options: ExportOptions, json: Json = False, quiet: Quiet = False) -> None:
+def onnx(model: Model, output: Target, options: ExportOptions, json: Json = False) -> None:
     """Write an ONNX model with weights in their stored format, and check it with ONNX Runtime.
 
     [bold]Examples[/bold]
@@ -52,7 +52,7 @@ def onnx(model: Model, output: Target, options: ExportOptions, json: Json = Fals
     from lpconv.export.run import export_onnx
     from lpconv.report.export import export_document
 
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         result = export_onnx(model, Path(output), options, progress=progress)
     print_result(result, export_document, json=json)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_next, print_result, typed_command
+from lpconv.cli.command import Json, Model, Output, listing, output_of, print_next, print_result, typed_command
 from lpconv.options import Option
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
@@ -29,7 +29,6 @@ def finetune(
         bool, Option("Estimate the memory of a step on each GPU from config.json, without training")
     ] = False,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Fine-tune a model in low precision and in fp32, and report the difference.
 
@@ -51,7 +50,7 @@ def finetune(
         print_result(run.plan(model, options), memory_document, json=json)
         return
     target, is_main = output_of(output, model, options.arithmetic.name, "finetuned"), is_first_process()
-    with progress_for(quiet=quiet or not is_main) as progress:
+    with progress_for(shown=is_main) as progress:
         result = run.finetune(model, target, options, progress=progress, command=typed_command())
     if not is_main:
         return

@@ -69,24 +69,21 @@ class Commands(HelpPage, TyperGroup):
 def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code.
 
-    Typer gets its options one by one. The command also gets `--verbose`, and `--quiet` if it has none because it shows
-    no progress.
+    Typer gets its options one by one. The command also gets `--quiet` and `--verbose`.
     """
     command = with_options(command)
     signature = inspect.signature(command)
-    common = {"quiet": Quiet, "verbose": Verbose}
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for name, kind in common.items()
-        if name not in signature.parameters
+        for name, kind in {"quiet": Quiet, "verbose": Verbose}.items()
     ]
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("json"))
-        given = {p.name: kwargs.pop(p.name, False) for p in added}
-        VERBOSE.set(VERBOSE.get() or bool(given["verbose"]))
-        QUIET.set(bool(given.get("quiet", kwargs.get("quiet"))))
+        quiet, verbose = (bool(kwargs.pop(p.name, False)) for p in added)
+        VERBOSE.set(VERBOSE.get() or verbose)
+        QUIET.set(quiet)
         try:
             with _raise_on_sigterm():
                 _check_memory(command.__name__)

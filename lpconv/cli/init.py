@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Output, Quiet, output_of, print_next, print_result
+from lpconv.cli.command import Json, Output, output_of, print_next, print_result
 from lpconv.data.texts import check_reads_text
 from lpconv.errors import UnsupportedError
 from lpconv.init.options import InitOptions
@@ -21,7 +21,6 @@ def init(
     options: InitOptions,
     output: Output = None,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Draw a fresh unit-scaled model, to train from scratch in fp8 or fp16.
 
@@ -37,7 +36,7 @@ def init(
     from lpconv.train.options import OWN_LOOP
 
     target = output_of(output, model, options.method)
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         result = run.init(model, target, options, progress=progress)
     print_result(result, convert_document, json=json)
     if not json:

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from lpconv.cli.command import Json, Model, Quiet, print_result
+from lpconv.cli.command import Json, Model, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.options import Option, Revision
@@ -20,7 +20,6 @@ def inspect(
     ] = False,
     revision: Revision = None,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Check the files of a checkpoint and list problems, warnings and contents.
 
@@ -43,7 +42,7 @@ def inspect(
     if stats:
         from lpconv.inspect.values import inspect_with_statistics
 
-        with progress_for(quiet=quiet) as progress:
+        with progress_for() as progress:
             record = inspect_with_statistics(checkpoint, progress)
     else:
         record = inspect_headers(checkpoint)

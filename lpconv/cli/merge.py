@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from annotated_types import Ge, Gt
 
-from lpconv.cli.command import Json, Quiet, Target
+from lpconv.cli.command import Json, Target
 from lpconv.options import Force, Option, Resume, gate_option
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
@@ -27,7 +27,6 @@ def merge(
     resume: Resume = False,
     force: Force = False,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA adapter into codes, and report how much of its update they keep.
 
@@ -47,4 +46,4 @@ def merge(
         arithmetic=arithmetic(recover=True, precision="fp32"), source=adapter, data=data, steps=steps, lr=lr,
         batch_size=batch_size, seq_len=seq_len, gates=gates or (), resume=resume, force=force,
     )  # fmt: skip
-    finetune(path, output=output, options=options, json=json, quiet=quiet)
+    finetune(path, output=output, options=options, json=json)

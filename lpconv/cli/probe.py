@@ -1,11 +1,11 @@
 """`lpconv probe`."""
 
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_next, print_result
+from lpconv.cli.command import Json, Model, Output, output_of, print_next, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 
 
-def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json = False, quiet: Quiet = False) -> None:
+def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json = False) -> None:
     """Run training steps in fp32 and show what low-precision formats would lose, layer by layer.
 
     The output directory (NAME-probe) gets a page and the histograms, from which `lpconv report --what-if` answers for
@@ -20,7 +20,7 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
     from lpconv.report.probe import probe_document
 
     target = output_of(output, model, "probe")
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         _, answers = run_probe(model, target, options, progress=progress)
     print_result(answers, probe_document, json=json)
     if json:

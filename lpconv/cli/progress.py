@@ -144,13 +144,13 @@ class _Lines:
 
 
 @contextmanager
-def progress_for(*, quiet: bool) -> Iterator[Progress]:
+def progress_for(*, shown: bool = True) -> Iterator[Progress]:
     """The progress display for this stderr: bars on a terminal, lines otherwise or with -v, nothing with --quiet."""
-    if quiet:
+    if QUIET.get() or not shown:
         yield Silent()
         return
-    shown = _Bars() if sys.stderr.isatty() and not VERBOSE.get() else _Lines()
+    display = _Bars() if sys.stderr.isatty() and not VERBOSE.get() else _Lines()
     try:
-        yield shown
+        yield display
     finally:
-        shown.stop()
+        display.stop()

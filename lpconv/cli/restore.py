@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, Target
+from lpconv.cli.command import Json, Target
 from lpconv.cli.progress import progress_for
 from lpconv.options import Force, Option
 
@@ -24,7 +24,6 @@ def restore(
     ] = None,
     force: Force = False,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write a plain Hugging Face checkpoint again. Bit-exact for unit in fp32 and for Collage with exact16.
 
@@ -38,7 +37,7 @@ def restore(
     from lpconv.results import json_text
     from lpconv.storage.resolve import directory_of
 
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         result = restore_checkpoint(directory_of(path), Path(output), dtype=dtype, force=force, progress=progress)
     if json:
         print(json_text(result), end="")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, print_result, typed_command, write_page
+from lpconv.cli.command import Json, print_result, typed_command, write_page
 from lpconv.cli.progress import progress_for
 from lpconv.errors import VerificationError
 from lpconv.options import Option
@@ -17,7 +17,6 @@ def verify(
     options: VerifyOptions,
     html: Annotated[str | None, Option("HTML file to write, with every tensor", metavar="FILE")] = None,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Check an output against its hashes and, with --against, against the weights and outputs of its source.
 
@@ -38,7 +37,7 @@ def verify(
 
     if html is not None:
         check_file(Path(html))
-    with progress_for(quiet=quiet) as progress:
+    with progress_for() as progress:
         compared = with_source(directory_of(path), options)
         if compared != options:
             progress.message(f"comparing with {compared.against}, the recorded source")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lpconv.cli.progress import VERBOSE, progress_for
+from lpconv.cli.progress import QUIET, VERBOSE, progress_for
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[io.StringIO, bool], str]
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "120")
         monkeypatch.setattr(sys, "stderr", stderr)
-        with progress_for(quiet=quiet) as progress:
+        QUIET.set(quiet)
+        with progress_for() as progress:
             progress.start("converting", 4_000_000)
             progress.advance(1_000_000)
             progress.start("run (fp32), seed 0", 8, unit="steps", done=2)
@@ -68,7 +69,8 @@ def test_a_pipe_hears_of_a_long_phase_with_its_total_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lpconv.cli.progress._LINE_EVERY_S", 0.05)
-    with progress_for(quiet=False) as progress:
+    QUIET.set(False)
+    with progress_for() as progress:
         time.sleep(0.12)
         progress.start("running", 9, unit="windows", done=1)
         progress.advance(2)
