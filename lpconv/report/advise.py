@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from lpconv.layouts import SCHEMES
 from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
-from lpconv.report.document import Bullets, Code, Document, Section, Table, Tile, Verdict, section, sections_of
+from lpconv.report.document import Code, Document, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.report.tensors import format_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
@@ -45,8 +45,8 @@ def advice_document(result: AdviceResult) -> Document:
             section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), _parts_chart(result)),
             *(_candidate_section(result, p) for p in _HEADINGS),
             section(f"Where {result.parts_of} costs most", parts, _sum_words(result)),
-            section("One step in low precision", Bullets(lines=result.findings)),
-            section("What this does not cover", Bullets(lines=result.unknowns)),
+            section("One step in low precision", result.findings),
+            section("What this does not cover", result.unknowns),
         ),
         facts={**result.facts, "Took": duration_text(result.seconds)},
         command=result.command,

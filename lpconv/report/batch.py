@@ -4,7 +4,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from lpconv.errors import VerificationError
-from lpconv.report.document import Bullets, Cell, Document, Outcome, Row, Table, Verdict, section, sections_of
+from lpconv.report.document import Cell, Document, Outcome, Row, Table, Verdict, section, sections_of
 from lpconv.report.numbers import plural, size_text, sqnr_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
@@ -26,7 +26,7 @@ def batch_document(result: BatchResult) -> Document:
         verdict=Verdict(outcome=_outcome(result), text=_count(result)),
         sections=sections_of(
             section("Jobs", Table(columns=columns, rows=tuple(map(_cells, result.jobs)))),
-            section("Errors", Bullets(lines=tuple(errors)), outcome="failed"),
+            section("Errors", tuple(errors), outcome="failed"),
         ),
     )
 

@@ -7,7 +7,6 @@ from typing import TypeAlias
 from lpconv.report.charts import Bar, Chart, bar_chart
 from lpconv.report.compare import compare_document
 from lpconv.report.document import (
-    Bullets,
     Document,
     Outcome,
     Section,
@@ -61,8 +60,8 @@ def bench_document(result: BenchResult) -> Document:
             section("", _speed_chart(named), _memory_chart(named)),
             gates_section(result.gates),
             section("Every row", _row_table(result.rows)),
-            section("Not measured", Bullets(lines=tuple(reasons(result.rows)))),
-            *(section(f"Verdict: {v.title}", Bullets(lines=v.sentences)) for v in result.verdicts),
+            section("Not measured", tuple(reasons(result.rows))),
+            *(section(f"Verdict: {v.title}", v.sentences) for v in result.verdicts),
             _memory_section(named),
             _energy_section(named),
             section("Speed-up against the older result", Table(columns=_CHANGE_COLUMNS, rows=changes)),

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from lpconv.formats.spec import CODED
 from lpconv.layouts import LAYOUTS
 from lpconv.report.convert import RUN_FIGURES, auto_class, figures, form_name, opening_blocks, scale_words, summary
-from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
+from lpconv.report.document import Block, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
 from lpconv.report.tensors import action_groups, action_row, converted_tensors, worst_table
@@ -143,7 +143,7 @@ def finetune_card(result: FinetuneResult) -> Document:
             _open_tuned(result),
             section("What precision cost", gap_table(result)),
             section("Before and after", held_out_table(result), held_out_words(result)),
-            section("During training", Bullets(lines=diagnostics(result))),
+            section("During training", diagnostics(result)),
         ),
         warnings=result.warnings,
         facts=result.facts,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, Verdict, section, sections_of
+from lpconv.report.document import Cell, Document, Row, Section, Table, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, name_list, plural
 
 
@@ -47,7 +47,7 @@ def compare_document(
             section("Figures", compared),
             section("", *drawn[top:]),
             table,
-            section("Summary of the runs", Bullets(lines=tuple(f"{n}: {v.text}" for n, v in named)), only="page"),
+            section("Summary of the runs", tuple(f"{n}: {v.text}" for n, v in named), only="page"),
         ),
     )
 

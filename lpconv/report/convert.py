@@ -8,19 +8,7 @@ from pathlib import PurePath
 from lpconv.formats.spec import CODED
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.report.compare import compare_document
-from lpconv.report.document import (
-    Block,
-    Cell,
-    Code,
-    Document,
-    Facts,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    section,
-    sections_of,
-)
+from lpconv.report.document import Block, Cell, Code, Document, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import (
     KEPT_KL,
     MISSING,
@@ -253,7 +241,7 @@ def _provenance_section(result: ConvertResult) -> Section | None:
     files = [("source", f) for f in result.source.files] + [("output", f) for f in result.files]
     rows = tuple((f.name, part, size_text(f.size_bytes), f.sha256 or "not read") for part, f in files)
     table = Table(columns=("File", "<Part", "Size", "<SHA-256"), rows=rows, has_names=True)
-    return section("Where it came from", Facts(values=facts), table, only="page")
+    return section("Where it came from", facts, table, only="page")
 
 
 def _option_text(value: object) -> str:

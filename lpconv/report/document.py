@@ -74,20 +74,6 @@ def texts_of(table: Table) -> list[list[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Labelled values."""
-
-    values: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bullets:
-    """A list of sentences."""
-
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Check:
     """A step of a verification, or a gate, with its result."""
 
@@ -118,7 +104,8 @@ class Prose:
     text: str
 
 
-Block: TypeAlias = str | Table | Facts | Bullets | Checks | Code | Prose | Chart | HeatMap
+# A paragraph, a list of sentences, labelled values, or one of the records above.
+Block: TypeAlias = str | tuple[str, ...] | Mapping[str, str] | Table | Checks | Code | Prose | Chart | HeatMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +163,7 @@ def sections_of(*candidates: Section | None) -> tuple[Section, ...]:
 
 
 def _is_filled(block: Block) -> bool:
-    empty = {Table: "rows", Facts: "values", Bullets: "lines", Checks: "checks", Code: "lines"}
-    name = empty.get(type(block))
+    name = {Table: "rows", Checks: "checks", Code: "lines"}.get(type(block))
     return bool(getattr(block, name) if name else block)
 
 

@@ -8,7 +8,6 @@ from pathlib import PurePath
 from lpconv.report.charts import HEAT_WORDS, Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
 from lpconv.report.compare import compare_document
 from lpconv.report.document import (
-    Bullets,
     Document,
     Outcome,
     Row,
@@ -375,8 +374,8 @@ def finetune_document(result: FinetuneResult) -> Document:
             gates_section(result.gates),
             section("What precision cost", gap_table(result)),
             section("Before the first step and after the last", held_out_table(result), held_out_words(result)),
-            section("During training", Bullets(lines=diagnostics(result))),
-            section("Where most was lost", Bullets(lines=worst_tracked(result))),
+            section("During training", diagnostics(result)),
+            section("Where most was lost", worst_tracked(result)),
             section("Elements lost, by layer and step", _heat_map(result), HEAT_WORDS, only="page"),
             section("Loss change by layer; negative helped", _layer_table(result)),
             section("Memory of a step at its peak", _memory_table(result)),

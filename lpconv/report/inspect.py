@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from lpconv.report.convert import files_section
-from lpconv.report.document import Bullets, Document, Table, Verdict, section, sections_of
+from lpconv.report.document import Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
 from lpconv.report.tensors import format_text
 from lpconv.results import InspectResult, StoredTensor
@@ -69,10 +69,10 @@ def _facts(record: InspectResult) -> dict[str, str]:
     return facts
 
 
-def _first_notes(notes: Sequence[str], most: int | None) -> Bullets:
+def _first_notes(notes: Sequence[str], most: int | None) -> tuple[str, ...]:
     if most is None or len(notes) <= most:
-        return Bullets(lines=tuple(notes))
-    return Bullets(lines=(*notes[:most], f"and {len(notes) - most} more (--all)"))
+        return tuple(notes)
+    return (*notes[:most], f"and {len(notes) - most} more (--all)")
 
 
 def _stored_table(tensors: Sequence[StoredTensor]) -> Table:

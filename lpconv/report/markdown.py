@@ -5,11 +5,11 @@ added.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import yaml
 
-from lpconv.report.document import Block, Bullets, Checks, Code, Document, Facts, Prose, Section, Table, texts_of
+from lpconv.report.document import Block, Checks, Code, Document, Prose, Section, Table, texts_of
 from lpconv.report.printable import printable_record
 
 # An underscore inside a word is not markup.
@@ -21,11 +21,11 @@ def markdown(document: Document) -> str:
     shown = printable_record(document)
     header = yaml.safe_dump(dict(shown.front_matter), sort_keys=False, width=10_000).strip()
     provenance = {**shown.facts, **dict(sorted(shown.versions.items()))}
-    blocks: list[Block] = [Facts(values=provenance)] if provenance else []
+    blocks: list[Block] = [provenance] if provenance else []
     blocks += [Code(lines=(shown.command,))] if shown.command else []
     sections = [
         *shown.sections,
-        Section(title="Warnings", blocks=(Bullets(lines=shown.warnings),) if shown.warnings else ()),
+        Section(title="Warnings", blocks=(shown.warnings,) if shown.warnings else ()),
         Section(title="How it was made", blocks=tuple(blocks)),
     ]
     parts = [f"---\n{header}\n---", f"# {_escape(shown.title)}", _escape(shown.summary)]
@@ -44,12 +44,12 @@ def _block(block: Block) -> str:
         return _escape(block)
     if isinstance(block, Prose):
         return block.text
-    if isinstance(block, Bullets):
-        return "\n".join(f"- {_escape(line)}" for line in block.lines)
+    if isinstance(block, tuple):
+        return "\n".join(f"- {_escape(line)}" for line in block)
     if isinstance(block, Checks):
         return "\n".join(f"- {_escape(c.name)}: {c.outcome}; {_escape(c.text)}" for c in block.checks)
-    if isinstance(block, Facts):
-        return _table(("what", "which"), [(_escape(label), _escape(text)) for label, text in block.values.items()])
+    if isinstance(block, Mapping):
+        return _table(("what", "which"), [(_escape(label), _escape(text)) for label, text in block.items()])
     if isinstance(block, Table):
         first = code_span if block.has_names else _escape
         rows = [(first(name), *map(_escape, rest)) for name, *rest in texts_of(block)]

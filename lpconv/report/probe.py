@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.report.charts import HEAT_WORDS, Axis, Bar, Box, Chart, HeatMap, Loss, Mark, Tick, bar_chart, stepped_axis
-from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, Tile, Verdict, section, sections_of
+from lpconv.report.document import Cell, Document, Row, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, count_text, number_text, plural, power_text, share_text, sqnr_text
 from lpconv.results import ProbedRecord, ProbeReport
 
@@ -51,7 +51,7 @@ def probe_document(report: ProbeReport) -> Document:
         warnings=report.warnings,
         sections=sections_of(
             *(_worst_section(report, name) for name in report.formats),
-            section("Operands at risk in fp8", Bullets(lines=report.at_risk)),
+            section("Operands at risk in fp8", report.at_risk),
             _noise_section(report),
             _loss_scale_section(report),
             _fit_section(report),
@@ -111,7 +111,7 @@ def _facts(report: ProbeReport) -> dict[str, str]:
 
 def _worst_section(report: ProbeReport, name: str) -> Section | None:
     sentences = report.findings.get(name, ())
-    return section(f"Worst in {name}", Bullets(lines=sentences) if sentences else "Nothing is lost.")
+    return section(f"Worst in {name}", sentences or "Nothing is lost.")
 
 
 def _noise_section(report: ProbeReport) -> Section | None:

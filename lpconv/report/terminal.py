@@ -5,7 +5,7 @@ Import this module lazily: it loads rich. Strings become `Text` here, never mark
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -16,19 +16,7 @@ from rich.padding import Padding
 from rich.table import Column, Table as _RichTable
 from rich.text import Text
 
-from lpconv.report.document import (
-    Block,
-    Bullets,
-    Cell,
-    Checks,
-    Code,
-    Document,
-    Facts,
-    Section,
-    Table,
-    section,
-    sections_of,
-)
+from lpconv.report.document import Block, Cell, Checks, Code, Document, Section, Table, section, sections_of
 from lpconv.report.numbers import plural
 from lpconv.report.printable import printable_record
 
@@ -50,7 +38,7 @@ def terminal(document: Document) -> RenderableType:
     parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
     tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
     parts += [_with_gap(_grid(values.items())) for values in (tiles, shown.facts) if values]
-    for part in sections_of(*shown.sections, section("Warnings", Bullets(lines=shown.warnings))):
+    for part in sections_of(*shown.sections, section("Warnings", shown.warnings)):
         parts += _section(part) if part.only != "page" else ()
     return Group(*parts)
 
@@ -77,14 +65,14 @@ def _block(block: Block) -> RenderableType | None:
     """Render a non-empty block; None for charts."""
     if isinstance(block, str):
         return Text(block, overflow="fold")
-    if isinstance(block, Bullets):
-        return _grid((("-", line) for line in block.lines), gap=1)
+    if isinstance(block, tuple):
+        return _grid((("-", line) for line in block), gap=1)
     if isinstance(block, Checks):
         return _grid((Text(c.outcome, style=_STYLES[c.outcome]), c.name, c.text) for c in block.checks)
     if isinstance(block, Table):
         return Text(f"{block.folded}: see the HTML page") if block.folded else _table(block)
-    if isinstance(block, Facts):
-        return _grid(block.values.items())
+    if isinstance(block, Mapping):
+        return _grid(block.items())
     if isinstance(block, Code):
         return Text("\n".join(f"  {line}" for line in block.lines), no_wrap=True, overflow="ignore")
     return None

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from lpconv.report.document import (
-    Bullets,
     Cell,
     Check,
     Checks,
@@ -96,7 +95,7 @@ def verification_section(v: VerifyResult) -> Section | None:
     steps = checks(v)
     nothing = "No check was run, so only what was measured during the conversion is known about this output."
     notes = v.problems or doubts(v)
-    blocks = (Checks(checks=steps), Bullets(lines=notes)) if steps or notes else (nothing,)
+    blocks = (Checks(checks=steps), notes) if steps or notes else (nothing,)
     level = "" if v.level == "none" else f" (level {v.level})"
     title = f"Verification: {'doubtful' if doubts(v) and v.passed else word}{level}"
     return section(title, *blocks, outcome=word)

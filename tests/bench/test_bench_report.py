@@ -10,7 +10,7 @@ from lpconv.bench.roofline import roofline_verdict
 from lpconv.bench.rows import BenchRun
 from lpconv.progress import Silent
 from lpconv.report.bench import bench_document, compare_benches
-from lpconv.report.document import Bullets, Document, Table
+from lpconv.report.document import Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
 from tests.helpers.bench_records import CPU_PEAKS, GEMMS, result, row
 from tests.helpers.report_examples import blocks_of, charts_of, section_of, verdict_of
@@ -44,7 +44,7 @@ def test_memory_linears_and_sentences_have_their_sections() -> None:
     assert memory.rows[0][2].startswith("weights 10 %, gradients 5 %")  # type: ignore[union-attr]  # a text
     (linears,) = (s for s in document.sections if "shape" in s.title)
     assert "14336" in str(linears)
-    assert any("emulates fp8" in line for bullets in blocks_of(document, Bullets) for line in bullets.lines)
+    assert any("emulates fp8" in line for sentences in blocks_of(document, tuple) for line in sentences)
 
 
 @pytest.mark.parametrize(

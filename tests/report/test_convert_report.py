@@ -10,7 +10,7 @@ import pytest
 
 from lpconv.report.cards import model_card
 from lpconv.report.convert import compare_conversions, convert_document, plan_document
-from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
+from lpconv.report.document import Checks, Code, Document, Section, Table, texts_of
 from lpconv.report.html import html
 from lpconv.report.markdown import markdown
 from lpconv.report.tensor_charts import feedback_chart, rms_chart
@@ -64,9 +64,9 @@ def test_the_first_questions_are_answered() -> None:
     assert tiles["Time"][0] == "420 ms"
     assert "325 MB/s" in tiles["Time"][1]
     assert [c.outcome for checks in blocks_of(document, Checks) for c in checks.checks] == ["passed"] * 4
-    (provenance,) = blocks_of(document, Facts)
-    assert provenance.values["Revision"] == "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
-    assert provenance.values["Option scale"] == "pow2"
+    (provenance,) = blocks_of(document, dict)
+    assert provenance["Revision"] == "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
+    assert provenance["Option scale"] == "pow2"
     assert document.versions["torch"] == "2.13.0"
     assert document.command is not None
 

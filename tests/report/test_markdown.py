@@ -4,19 +4,19 @@ import re
 
 import yaml
 
-from lpconv.report.document import Bullets, Code, Document, Facts, Prose, Section, Table
+from lpconv.report.document import Code, Document, Prose, Section, Table
 from lpconv.report.markdown import markdown
 
 
 def card(name: str) -> str:
     table = Table(columns=("Tensor", "<Why"), rows=((name, name),), has_names=True)
-    blocks = (name, table, Bullets(lines=(name,)), Code(lines=("import x", name), language="python"))
+    blocks = (name, table, (name,), Code(lines=("import x", name), language="python"))
     return markdown(
         Document(
             kind="card",
             title=name,
             summary=name,
-            sections=(Section(title="All", blocks=(*blocks, Facts(values={name: name}), Prose(text="`kept` as-is"))),),
+            sections=(Section(title="All", blocks=(*blocks, {name: name}, Prose(text="`kept` as-is"))),),
             warnings=(name,),
             command=name,
             front_matter={"license": name},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lpconv.report.document import Bullets, Document, Section, Table
+from lpconv.report.document import Document, Section, Table
 from lpconv.report.html import html
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.report.probe import exponent_charts, heat_map, probe_document
@@ -77,7 +77,7 @@ def test_the_verdict_counts_what_each_format_holds() -> None:
 
 def test_losses_scales_and_fits_are_told() -> None:
     document = described()
-    assert section_of(document, "Worst in fp16").blocks[0] == Bullets(lines=report().findings["fp16"])
+    assert section_of(document, "Worst in fp16").blocks[0] == report().findings["fp16"]
     assert len(section_of(document, "Worst in e4m3fn").blocks) == 1
     assert document.facts["Loss"] == "2.5, 2.25"
     assert "corpus.txt" in document.subtitle

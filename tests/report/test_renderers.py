@@ -14,13 +14,11 @@ from rich.console import Console
 import lpconv.report.html
 from lpconv.report.charts import Bar, HeatMap, Line, Loss, bar_chart, line_chart
 from lpconv.report.document import (
-    Bullets,
     Cell,
     Check,
     Checks,
     Code,
     Document,
-    Facts,
     Table,
     Tile,
     Verdict,
@@ -47,7 +45,7 @@ def document(name: str = "a.layer") -> Document:
         rows=tuple((f"{name}.{i}", Cell(text=f"{i} B", sort=float(i)), name) for i in range(3)),
     )  # fmt: skip
     blocks = (
-        f"prose {name}", table, Facts(values={"fact": name}), Bullets(lines=(f"bullet {name}",)), heat,
+        f"prose {name}", table, {"fact": name}, (f"bullet {name}",), heat,
         Checks(checks=(Check(name=name, outcome="failed", text="found"),)), Code(lines=("import x", name)),
         Table(columns=("A",), rows=(("folded",),), folded="1 more"),
     )  # fmt: skip
