@@ -4,7 +4,6 @@ All rates are exact (see `formats.histogram`); only signal-to-noise ratios are e
 gradients and nothing else.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from lpconv.errors import UnsupportedError, UsageError
@@ -12,7 +11,6 @@ from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
 from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS, power_text, share_text
-from lpconv.report.probe import loss_sentence
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 from lpconv.scaled.critical import MAX_CREST
 
@@ -54,7 +52,7 @@ def assess(
 ) -> tuple[tuple[ProbedTensor, FormatRates], ...]:
     """Assess every recorded tensor in `format`, worst first: most elements lost, then lowest signal-to-noise ratio."""
     pairs = ((t, what_if(t, format, log2_loss_scale=log2_loss_scale)) for t in result.tensors)
-    return tuple(sorted(pairs, key=lambda f: (-f[1].lost, math.inf if math.isnan(f[1].sqnr_db) else f[1].sqnr_db)))
+    return tuple(sorted(pairs, key=lambda pair: pair[1].worst_first))
 
 
 def operands_at_risk(result: ProbeResult) -> tuple[str, ...]:
@@ -119,14 +117,15 @@ def own_scale(tensor: ProbedTensor, format: str) -> int:
 
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
     """Describe one tensor: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
-    rates, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
-    return loss_sentence(
-        f"{ROLE_WORDS[tensor.role]} of {tensor.layer}",
-        format,
-        {"underflow": rates.underflow, "overflow": rates.overflow},
-        log2_scale=rates.log2_loss_scale if gradient else None,
-        repair=_repair(tensor, format, rates) if gradient else None,
-    )
+    rates = what_if(tensor, format, log2_loss_scale=log2_loss_scale)
+    shares = {"underflow": rates.underflow, "overflow": rates.overflow}
+    losses = ", ".join(f"{share_text(share, 1)} {cause}" for cause, share in shares.items() if share > 0)
+    text = f"{ROLE_WORDS[tensor.role]} of {tensor.layer}: {losses or 'nothing lost'} in {format}"
+    if tensor.role not in GRADIENT_ROLES:
+        return text
+    text += f" at loss scale {power_text(rates.log2_loss_scale)}"
+    repair = _repair(tensor, format, rates)
+    return text if repair is None else f"{text}; {power_text(repair[0])} brings it to {share_text(repair[1], 1)}"
 
 
 def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: int = 10) -> str:

@@ -1,8 +1,9 @@
 """Documents of a probe: distribution of a model's values, losses in each format, and tensors that each fits."""
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 from lpconv.formats.spec import FORMATS, Format
@@ -50,7 +51,7 @@ def probe_document(report: ProbeReport) -> Document:
         tiles=_tiles(report),
         warnings=report.warnings,
         sections=sections_of(
-            *(_worst_section(report, name) for name in report.formats),
+            *(section(f"Worst in {n}", report.findings.get(n, ()) or "Nothing is lost.") for n in report.formats),
             section("Operands at risk in fp8", report.at_risk),
             _noise_section(report),
             _loss_scale_section(report),
@@ -107,11 +108,6 @@ def _facts(report: ProbeReport) -> dict[str, str]:
         more = f" and {plural(len(report.losses) - 4, 'more step')}" if len(report.losses) > 4 else ""
         facts["Loss"] = f"{losses}{more}" + (f": {facts['Loss']}" if "Loss" in facts else "")
     return facts
-
-
-def _worst_section(report: ProbeReport, name: str) -> Section | None:
-    sentences = report.findings.get(name, ())
-    return section(f"Worst in {name}", sentences or "Nothing is lost.")
 
 
 def _noise_section(report: ProbeReport) -> Section | None:
@@ -173,7 +169,8 @@ def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
 def _tensor_section(report: ProbeReport) -> Section | None:
     """Every tensor in layer order. For a single format: in detail, worst first, and on terminals too."""
     if len(report.formats) == 1:
-        details = [(t.layer, t.words, *_detail_cells(t)) for t in worst_first(report.tensors)]
+        ordered = sorted(report.tensors, key=lambda t: t.plain[0].worst_first)
+        details = [(t.layer, t.words, *_detail_cells(t)) for t in ordered]
         table = _tensor_table(("To zero", "Subnormal", "Beyond range", "SQNR", "<Held"), details)
         return section(f"Every tensor in {report.formats[0]}, the worst first", table, _DETAIL_WORDS)
     lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
@@ -189,16 +186,6 @@ def _tensor_table(columns: Iterable[str], rows: Sequence[Row]) -> Table:
     return Table(
         columns=("Layer", "<Tensor", *columns), rows=tuple(rows), has_names=True, sortable=True, filter=example
     )
-
-
-def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
-    """Tensors sorted by the share lost in the first format at loss scale 1, then by SQNR."""
-
-    def badness(t: ProbedRecord) -> tuple[float, float]:
-        rates = t.plain[0]
-        return -rates.lost, math.inf if math.isnan(rates.sqnr_db) else rates.sqnr_db
-
-    return tuple(sorted(tensors, key=badness))
 
 
 def _lost_cells(t: ProbedRecord) -> list[Cell]:
@@ -225,21 +212,6 @@ def _held_by(tensor: ProbedRecord) -> str:
     return ", ".join(names) or MISSING
 
 
-def loss_sentence(
-    tensor: str, format: str, lost: Mapping[str, float], *, log2_scale: int | None, repair: tuple[int, float] | None
-) -> str:
-    """Losses of a tensor: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %".
-
-    `lost` are shares of its elements by cause. `log2_scale` is None if no loss scale applies to the tensor; `repair` is
-    a better scale and the share still lost there.
-    """
-    losses = [f"{share_text(share, 1)} {cause}" for cause, share in lost.items() if share > 0]
-    text = f"{tensor}: {', '.join(losses) or 'nothing lost'} in {format}"
-    if log2_scale is not None:
-        text += f" at loss scale {power_text(log2_scale)}"
-    return text if repair is None else f"{text}; {power_text(repair[0])} brings it to {share_text(repair[1], 1)}"
-
-
 def _held_chart(report: ProbeReport, title: str) -> Chart | None:
     """Number of tensors that fit each format as they are, only with a scale of their own, and not at all."""
     bars = []
@@ -261,7 +233,7 @@ def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
     scale = next((s for s in report.loss_scales if s.log2_scale), None)
     shift = scale.log2_scale if scale else 0
     gradients = {t.words for t in report.tensors if t.is_gradient}
-    lows = [_lowest_exponent(c) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
+    lows = [_edge(c, _MAX_BELOW_AXIS) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
     highs = [max(c) + (max(shift, 0) if w in gradients else 0) for w, c in totals.items()]
     low, high = min(lows) - _ROOM, max(highs) + 1 + _ROOM
     high = max(high, low + _MIN_BINADES)
@@ -274,14 +246,11 @@ def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
     )
 
 
-def _lowest_exponent(counts: Counter[int]) -> int:
-    """The first exponent of the axis: almost no element is below, and outliers do not squeeze the rest."""
-    allowed, seen = _MAX_BELOW_AXIS * counts.total(), 0
-    for e in sorted(counts):
-        seen += counts[e]
-        if seen > allowed:
-            return e
-    return min(counts)
+def _edge(counts: Counter[int], share: float, *, upper: bool = False) -> int:
+    """The lowest exponent, or the `upper` one, without outliers: at most this share of the elements is beyond it."""
+    exponents = sorted(counts, reverse=upper)
+    seen = itertools.accumulate(counts[e] for e in exponents)
+    return next((e for e, n in zip(exponents, seen, strict=True) if n > share * counts.total()), exponents[0])
 
 
 def _totals(tensors: Sequence[ProbedRecord]) -> dict[str, Counter[int]]:
@@ -341,16 +310,9 @@ def _range_boxes(held: Format, row: int, top: float, span: tuple[int, int]) -> I
 
 def _bulk_words(counts: Counter[int], axis_low: int) -> str:
     """Text on the exponents that cover 98 % of the elements, and on elements below the axis."""
-    total, seen, low, high = counts.total(), 0, min(counts), max(counts)
-    for e in sorted(counts):
-        if seen <= 0.01 * total:
-            low = e
-        seen += counts[e]
-        if seen >= 0.99 * total:
-            high = e
-            break
+    low, high = _edge(counts, 0.01), _edge(counts, 0.01, upper=True)
     below = sum(n for e, n in counts.items() if e < axis_low)
-    rest = f" {share_text(below, total)} are below the axis." if below else ""
+    rest = f" {share_text(below, counts.total())} are below the axis." if below else ""
     return f"98 % of the elements are between 2^{low} and 2^{high + 1}.{rest}"
 
 

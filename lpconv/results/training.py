@@ -330,6 +330,11 @@ class FormatRates:
         """Share of elements that underflow to zero or overflow."""
         return self.underflow + self.overflow
 
+    @property
+    def worst_first(self) -> tuple[float, float]:
+        """Sort key: most elements lost, then lowest signal-to-noise ratio."""
+        return -self.lost, math.inf if math.isnan(self.sqnr_db) else self.sqnr_db
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRecord:
