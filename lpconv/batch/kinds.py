@@ -6,7 +6,8 @@ does.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,36 +37,31 @@ JobOptions = ConvertOptions | FinetuneOptions | BenchOptions | ProbeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class JobKind:
-    """One kind of job.
+    """One kind of job, with options of type `record`; `usual` are settings that a manifest may leave out.
 
-    `options` converts the settings of a manifest to options, or raises UsageError; `words` summarises them in a line. A
-    finished output contains the file `proof`, and `accepts` tells from that file whether the gates passed. `is_exact`:
-    another run writes the same bytes, so the lock pins them.
+    `check` raises UsageError for options that do not fit together; `words` summarises them in a line. A finished output
+    contains the file `proof`, and `accepts` tells from that file whether the gates passed. `is_exact`: another run
+    writes the same bytes, so the lock pins them.
     """
 
-    fields: Mapping[str, Declared]
-    options: Callable[[dict[str, Any]], JobOptions]
+    record: type[JobOptions]
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Any], object] = lambda options: None
     words: Callable[[Any], str]
     proof: str
-    accepts: Callable[[Path], bool]
+    accepts: Callable[[Path], bool] = lambda proof: True
     is_exact: bool = False
 
+    @cached_property
+    def fields(self) -> dict[str, Declared]:
+        """The settings that a manifest may have, by name."""
+        return {name: d for name, d in options_of(self.record).items() if d.option.only in (None, "manifest")}
 
-def _manifest_fields(record: type[Any]) -> dict[str, Declared]:
-    return {name: d for name, d in options_of(record).items() if d.option.only in (None, "manifest")}
-
-
-def _convert_options(settings: dict[str, Any]) -> ConvertOptions:
-    """The options as given; `convert` fills in the others for the checkpoint that it opens."""
-    options = make(ConvertOptions, settings)
-    fill_options(options)  # raises its errors now
-    return options
-
-
-def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:
-    options = make(FinetuneOptions, settings)
-    check_options(options)
-    return options
+    def options(self, settings: Mapping[str, Any]) -> JobOptions:
+        """The options that the settings of a manifest make, or UsageError."""
+        options = make(self.record, {**self.usual, **settings})
+        self.check(options)
+        return options
 
 
 def _conversion_words(o: ConvertOptions) -> str:
@@ -75,36 +71,28 @@ def _conversion_words(o: ConvertOptions) -> str:
 
 KINDS: dict[str, JobKind] = {
     "convert": JobKind(
-        fields=_manifest_fields(ConvertOptions),
-        options=_convert_options,
+        record=ConvertOptions,
+        check=fill_options,  # only for its errors; `convert` fills in the options for the checkpoint that it opens
         words=_conversion_words,
-        proof="SHA256SUMS",
-        accepts=lambda proof: True,  # an output that fails its gates is not published
+        proof="SHA256SUMS",  # an output that fails its gates is not published
         is_exact=True,
     ),
     "finetune": JobKind(
-        fields=_manifest_fields(FinetuneOptions),
-        options=_finetune_options,
+        record=FinetuneOptions,
+        check=check_options,
         words=lambda options: options.arithmetic.name + (f" next to {options.twin}" if options.twin != "none" else ""),
         proof="report.json",
         accepts=lambda proof: gate_problem(from_json(FinetuneResult, read_json(proof))) is None,
     ),
     "bench": JobKind(
-        fields=_manifest_fields(BenchOptions),
-        options=lambda settings: make(BenchOptions, {"processes": 1} | settings),
+        record=BenchOptions,
+        usual={"processes": 1},
         words=lambda options: " ".join((*options.formats, *options.methods, *options.modes)),
         proof=BENCH_FILE,
         accepts=lambda proof: not (result := read_bench(proof)).interrupted and final_error(result) is None,
     ),
-    "probe": JobKind(
-        fields=_manifest_fields(ProbeOptions),
-        options=lambda settings: make(ProbeOptions, settings),
-        words=lambda options: plural(options.steps, "step"),
-        proof="probe.json",
-        accepts=lambda proof: True,
-    ),
+    "probe": JobKind(record=ProbeOptions, words=lambda options: plural(options.steps, "step"), proof="probe.json"),
 }
-
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TEXT = Annotated[str, Field(pattern=r"\S")]

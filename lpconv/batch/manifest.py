@@ -86,7 +86,7 @@ def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
     merged = {}
     for kind, settings in own.items():
         place = "defaults" if kind == DEFAULT_KIND else f"defaults.{kind}"
-        fields = SHARED_FIELDS | dict(KINDS[kind].fields)
+        fields = SHARED_FIELDS | KINDS[kind].fields
         merged[kind] = _read_fields(shared, fields, folder, "defaults") | _read_fields(settings, fields, folder, place)
     return merged
 
@@ -106,7 +106,7 @@ def _job(
     raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[BatchJob], folder: Path, place: str
 ) -> BatchJob:
     kind = _kind_of_job(raw, place)
-    settings = dict(defaults[kind]) | _read_fields(raw, COMMON_FIELDS | dict(KINDS[kind].fields), folder, place)
+    settings = dict(defaults[kind]) | _read_fields(raw, COMMON_FIELDS | KINDS[kind].fields, folder, place)
     own = {key: settings.pop(key) for key in COMMON_FIELDS if key in settings}
     for key in ("id", "model"):
         if key not in own:

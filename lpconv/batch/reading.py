@@ -120,18 +120,18 @@ def manifest_schema() -> dict[str, Any]:
 
 def _job(kind: str) -> dict[str, Any]:
     """Schema of a job of one kind: its keys, and the name of the kind, which is optional for the default kind."""
-    schema = _mapping(COMMON_FIELDS | dict(KINDS[kind].fields))
+    schema = _mapping(COMMON_FIELDS | KINDS[kind].fields)
     schema["properties"]["kind"] = {"const": kind, "description": COMMON_FIELDS["kind"].help}
     return schema | {"required": ["id"] if kind == DEFAULT_KIND else ["id", "kind"]}
 
 
 def _defaults() -> dict[str, Any]:
     """Schema of `defaults`: settings of conversions, and of each other kind under its name."""
-    schema = _mapping(SHARED_FIELDS | dict(KINDS[DEFAULT_KIND].fields))
+    schema = _mapping(SHARED_FIELDS | KINDS[DEFAULT_KIND].fields)
     for name, kind in KINDS.items():
         if name != DEFAULT_KIND:
             described = {"description": f"default settings of jobs of kind {name}"}
-            schema["properties"][name] = _mapping(SHARED_FIELDS | dict(kind.fields)) | described
+            schema["properties"][name] = _mapping(SHARED_FIELDS | kind.fields) | described
     return schema | {"description": "default settings of all jobs"}
 
 
