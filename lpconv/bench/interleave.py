@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lpconv.bench.options import Effort
 from lpconv.bench.team import Team
 from lpconv.errors import UsageError, VerificationError
@@ -18,17 +20,6 @@ from lpconv.student import t_quantile
 
 _MIN_P99_SAMPLES = 100
 _RESAMPLES = 2000
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """The sample quantile with linear interpolation. Raises UsageError if there are no samples."""
-    if not samples:
-        raise UsageError("there are no samples to summarise", hint="run at least one iteration")
-    ordered = sorted(samples)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed: int = 0) -> RatioRecord:
@@ -52,11 +43,8 @@ def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed
     draw = random.Random(seed)
     means = [_trimmed_mean(draw.choices(logs, k=n)) for _ in range(_RESAMPLES)]
     tail = statistics.NormalDist().cdf(-math.sqrt(n / (n - 1)) * t_quantile(n - 1))
-    return RatioRecord(
-        value=value,
-        low=min(math.exp(quantile(means, tail)), value),
-        high=max(math.exp(quantile(means, 1 - tail)), value),
-    )
+    low, high = np.exp(np.quantile(means, (tail, 1 - tail))).tolist()
+    return RatioRecord(value=value, low=min(low, value), high=max(high, value))
 
 
 def ratio_over_launches(launches: Sequence[tuple[Sequence[float], Sequence[float]]]) -> RatioRecord:
@@ -123,14 +111,15 @@ def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:
     """Statistics over the samples of all launches."""
     rounds = [r for samples in launches for r in samples.rounds]
     times = [t for r in rounds for t in r]
+    p10_s, p90_s, p99_s = np.quantile(times, (0.1, 0.9, 0.99)).tolist()
     return TimingRecord(
         num_samples=len(times),
         num_rounds=len(rounds),
         num_launches=len(launches),
         clock="wall" if device == "cpu" else "CUDA events",
-        median_s=quantile(times, 0.5),
-        p10_s=quantile(times, 0.1),
-        p90_s=quantile(times, 0.9),
-        p99_s=quantile(times, 0.99) if len(times) >= _MIN_P99_SAMPLES else None,
-        wall_median_s=quantile([w for samples in launches for w in samples.walls], 0.5),
+        median_s=statistics.median(times),
+        p10_s=p10_s,
+        p90_s=p90_s,
+        p99_s=p99_s if len(times) >= _MIN_P99_SAMPLES else None,
+        wall_median_s=statistics.median(w for samples in launches for w in samples.walls),
     )

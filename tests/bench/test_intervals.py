@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lpconv.bench.interleave import bootstrap_ratio, quantile, ratio_over_launches
+from lpconv.bench.interleave import bootstrap_ratio, ratio_over_launches
 from lpconv.errors import UsageError
 
 
@@ -40,10 +40,6 @@ def test_one_burst_of_foreign_load_does_not_move_the_ratio() -> None:
 def test_rounds_that_do_not_belong_together_are_refused(baseline: list[float], variant: list[float]) -> None:
     with pytest.raises(UsageError):
         bootstrap_ratio(baseline, variant)
-
-
-def test_quantiles_interpolate() -> None:
-    assert [quantile([3.0, 1.0, 2.0], share) for share in (0, 0.25, 0.5, 1)] == [1, 1.5, 2, 3]
 
 
 def launches(rng: random.Random, number: int) -> list[tuple[list[float], list[float]]]:
