@@ -6,6 +6,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lpconv.errors import UsageError
@@ -26,7 +27,6 @@ R = TypeVar("R")
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq,
 }  # fmt: skip
-
 
 # A mean difference knows the smallest one that its pairs could have shown.
 Figure = float | GapEstimate | GapRecord | None
@@ -172,41 +172,34 @@ def is_of_task(gate: str) -> bool:
     return VERIFY_GATES.parse(gate).metric.startswith("task:")
 
 
-def _final_metric(name: str) -> Callable[[FinetuneResult], float | None]:
+def _final(metric: str, result: FinetuneResult) -> float | None:
     """A held-out metric after the last step, averaged over the seeds of the run."""
-
-    def value(result: FinetuneResult) -> float | None:
-        series = [s for r in result.runs if r.role == "run" for s in r.evaluations if s.name == name]
-        return statistics.fmean(s.values[-1] for s in series) if series else None
-
-    return value
+    series = [s for r in result.runs if r.role == "run" for s in r.evaluations if s.name == metric]
+    return statistics.fmean(s.values[-1] for s in series) if series else None
 
 
-def _gap_metric(name: str, figure: Callable[[GapRecord], Figure] = lambda g: g) -> Callable[[FinetuneResult], Figure]:
-    """A metric of the gap between run and twin."""
+def _gap(metric: str, result: FinetuneResult) -> GapRecord | None:
+    return next((g for g in result.gaps if g.metric == metric), None)
 
-    def value(result: FinetuneResult) -> Figure:
-        gap = next((g for g in result.gaps if g.metric == name), None)
-        return None if gap is None else figure(gap)
 
-    return value
+def _loss_gap_low(result: FinetuneResult) -> float | None:
+    """Lower end of the gap's 95 % interval: above 0 if the gap exceeds the noise."""
+    gap = _gap("eval_loss_published", result)
+    return None if gap is None or gap.half_width is None else gap.gap - gap.half_width
 
 
 FINETUNE_GATES = GateTable[FinetuneResult](
     metrics={
         # Metrics of the published model, because the gate decides about that model; `own` is the arithmetic of the run.
-        "loss": _final_metric("eval_loss_published"),
-        "loss_gap": _gap_metric("eval_loss_published"),
-        # Lower end of the gap's 95 % interval: above 0 if the gap exceeds the noise.
-        "loss_gap_low": _gap_metric(
-            "eval_loss_published", lambda g: None if g.half_width is None else g.gap - g.half_width
-        ),
-        "loss_gap_fp32": _gap_metric("eval_loss_fp32"),
-        "loss_gap_own": _gap_metric("eval_loss"),
-        "accuracy": _final_metric("eval_accuracy_published"),
-        "accuracy_gap": _gap_metric("eval_accuracy_published"),
-        "accuracy_gap_own": _gap_metric("eval_accuracy"),
-        "accuracy_gap_fp32": _gap_metric("eval_accuracy_fp32"),
+        "loss": partial(_final, "eval_loss_published"),
+        "loss_gap": partial(_gap, "eval_loss_published"),
+        "loss_gap_low": _loss_gap_low,
+        "loss_gap_fp32": partial(_gap, "eval_loss_fp32"),
+        "loss_gap_own": partial(_gap, "eval_loss"),
+        "accuracy": partial(_final, "eval_accuracy_published"),
+        "accuracy_gap": partial(_gap, "eval_accuracy_published"),
+        "accuracy_gap_own": partial(_gap, "eval_accuracy"),
+        "accuracy_gap_fp32": partial(_gap, "eval_accuracy_fp32"),
         "update_kept": lambda result: result.update_kept,
         "skipped": lambda result: sum(r.num_skipped for r in result.runs if r.role == "run"),
     },
@@ -225,7 +218,6 @@ BENCH_GATES = GateTable[BenchRow](
     },
     example="speedup>=1.2",
 )
-
 
 GATES: Mapping[str, GateTable[Any]] = {
     "convert": CONVERT_GATES,
