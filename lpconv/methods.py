@@ -9,7 +9,7 @@
   low-bit rows with a scale each, as many as the bit budget allows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import Grain, default_grain
@@ -26,8 +26,8 @@ class Method:
 
     `own` is the kind of the form of converted tensors in lpconv's own layout, or of the form that selects another one.
     `has_granularity`: scales finer than one per tensor are allowed, also in the formats of a `Grain`, and so are
-    third-party layouts. `residuals` are
-    the residuals that a pair can have, the default first. `has_budget`: a bit budget decides how much is stored.
+    third-party layouts. `residuals` are the residuals that a pair can have, the default first. `has_budget`: a bit
+    budget decides how much is stored.
     """
 
     name: str
@@ -72,23 +72,18 @@ class Method:
         return LAYOUTS[layout].form or FORMS[self.own]
 
 
+_UNIT = Method(
+    name="unit",
+    own="tiles",
+    has_granularity=True,
+    formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
+    default_format="fp16",
+)
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
-        Method(
-            name="unit",
-            own="tiles",
-            has_granularity=True,
-            formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
-            default_format="fp16",
-        ),
-        Method(
-            name="scalify",
-            own="tiles",
-            has_granularity=True,
-            formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
-            default_format="fp16",
-        ),
+        _UNIT,
+        replace(_UNIT, name="scalify"),
         Method(
             name="collage",
             own="pair",
