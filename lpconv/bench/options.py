@@ -28,43 +28,34 @@ LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")  # in configs of tra
 CODES = "codes"  # those of the checkpoint itself, which stay what they are and are decoded to bf16 as they are used
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A library that we compare with: its module and the command that installs it."""
-
-    module: str
-    install: str
-
-
-_TORCHAO = Peer(module="torchao", install="pip install torchao")
-_TE = Peer(module="transformer_engine", install="pip install transformer-engine[pytorch]")
-
 # Methods of `lpconv.scaled`: scaled tensors through the whole model.
 SCALED = ("unit", "scalify")
 
-# What a format can be run as, with the peer that it needs; the first is its default.
-BENCH_FORMATS: dict[str, dict[str, Peer | None]] = {
+# What a format can be run as, with the module of the library that it needs (a peer); the first is its default.
+BENCH_FORMATS: dict[str, dict[str, str | None]] = {
     "fp32": {PLAIN: None},
     "bf16": {PLAIN: None},
     "fp16": dict.fromkeys((PLAIN, *SCALED)),
     "fp8": {
         **dict.fromkeys(("static", "tensor", "delayed", "row", "mx", *SCALED)),
-        "torchao-tensorwise": _TORCHAO,
-        "torchao-rowwise": _TORCHAO,
-        "te": _TE,
+        "torchao-tensorwise": "torchao",
+        "torchao-rowwise": "torchao",
+        "te": "transformer_engine",
     },
     "fp4": dict.fromkeys(("nvfp4", "ms-eden", "mx", "row")),
     CODES: {PLAIN: None},
 }
 BENCH_METHODS = {name: peer for methods in BENCH_FORMATS.values() for name, peer in methods.items()}
-BENCH_OPTIMIZERS: dict[str, Peer | None] = {
+# Packages of peers whose module has another name.
+_PACKAGES = {"transformer_engine": "transformer-engine[pytorch]", "optimi": "torch-optimi"}
+BENCH_OPTIMIZERS: dict[str, str | None] = {
     "adamw": None,
     "collage-light": None,
     "collage-plus": None,
-    "optimi-kahan": Peer(module="optimi", install="pip install torch-optimi"),
-    "torchao-stochastic": _TORCHAO,
-    "torchao-8bit": _TORCHAO,
-    "bitsandbytes-8bit": Peer(module="bitsandbytes", install="pip install bitsandbytes"),
+    "optimi-kahan": "optimi",
+    "torchao-stochastic": "torchao",
+    "torchao-8bit": "torchao",
+    "bitsandbytes-8bit": "bitsandbytes",
 }
 
 
@@ -84,8 +75,10 @@ class Case(BenchCase):
     def lacks_peer(self) -> UnsupportedError | None:
         """The error for a library that it needs and that is not installed; None if there is none."""
         peers = (BENCH_METHODS[self.method], BENCH_OPTIMIZERS[self.optimizer] if self.optimizer else None)
-        missing = (p for p in peers if p is not None and find_spec(p.module) is None)
-        return next((UnsupportedError(f"`{p.module}` is not installed", hint=p.install) for p in missing), None)
+        for peer in peers:
+            if peer is not None and find_spec(peer) is None:
+                return UnsupportedError(f"`{peer}` is not installed", hint=f"pip install {_PACKAGES.get(peer, peer)}")
+        return None
 
 
 def check_layers(layers: int | None, own: int | None) -> None:
