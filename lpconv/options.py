@@ -1,9 +1,9 @@
 """Options, each declared once. The command line, manifests, their JSON Schema and the docs derive from these records.
 
-A record of options is a frozen dataclass whose fields are ``Annotated[T, Ge(1), Option(...)]``. T is bool, int, float,
-str, the return type of `Option.parse`, one of these or None, or a tuple of these. Bounds (`Ge`, `Gt` and `Lt` of
-`annotated_types`) apply to each value. The field's default is the option's default. A field without `Option` is not
-settable by users; a field with `Group` stands for all options of another record.
+A record of options is a frozen dataclass with fields ``name: T = option(default, help, Ge(1), ...)``. The same can be
+written as ``Annotated[T, Ge(1), Option(help, ...)]``, as parameters of commands and types of shared fields are. T is
+bool, int, float, str, the return type of `Option.parse`, one of these or None, or a tuple of these. Bounds (`Ge`, `Gt`
+and `Lt` of `annotated_types`) apply to each value. Users cannot set other fields.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -77,6 +77,16 @@ class Group:
 
     record: type[Any]
     make: Callable[[Any], Any] = lambda asked: asked
+
+
+def option(value: Any, how: str | Option | Group, /, *bounds: Bound, **facts: Any) -> Any:
+    """A field of a record of options, with the default `value`.
+
+    `how` users set it is the help text, with `facts` as the other fields of `Option`; an `Option`; or, for a field that
+    stands for all options of another record, a `Group`.
+    """
+    note = Option(how, **facts) if isinstance(how, str) else how
+    return dataclasses.field(default=value, metadata={"notes": (*bounds, note)})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,26 +184,24 @@ def _declared_options(record: type[Any]) -> Iterator[Declared]:
 def _fields(record: type[Any]) -> Iterator[tuple[str, Declared | Group]]:
     """The fields of a record that users set, each with its option, or with the group of options behind it."""
     for field in dataclasses.fields(record):
-        one = declared_by(field.name, field.type, field.default)
+        one = declared_by(field.name, field.type, field.default, field.metadata.get("notes", ()))
         if one is not None:
             yield field.name, one
 
 
-def declared_by(name: str, annotation: Any, default: Any) -> Declared | Group | None:
-    """The option that the annotation of a field or parameter declares, or the group behind it; None without either."""
-    notes = getattr(annotation, "__metadata__", ())
+def declared_by(name: str, annotation: Any, default: Any, notes: Iterable[Any] = ()) -> Declared | Group | None:
+    """The option that a field or parameter declares by `notes` or its annotation, or the group; None without either."""
+    is_annotated = typing.get_origin(annotation) is Annotated
+    kind, *notes = (*typing.get_args(annotation), *notes) if is_annotated else (annotation, *notes)
     note = next((note for note in notes if isinstance(note, (Group, Option))), None)
-    return _declared(name, annotation, default, note) if isinstance(note, Option) else note
-
-
-def _declared(name: str, annotation: Any, default: Any, option: Option) -> Declared:
-    kind, *notes = typing.get_args(annotation)
+    if not isinstance(note, Option):
+        return note
     parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     one = next(p for p in parts if p is not types.NoneType)
     many = typing.get_origin(one) is tuple
     return Declared(
         field=name,
-        option=option,
+        option=note,
         type=typing.get_args(one)[0] if many else one,
         nullable=len(parts) > 1,
         is_many=many,

@@ -10,7 +10,7 @@ import math
 import sys
 import types
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.linear import FP8_RECIPES, fp8_recipe
 from lpconv.layouts import SCHEMES, Scheme
 from lpconv.optim.storage import VARIANTS, Storage, Variant
-from lpconv.options import Option
+from lpconv.options import option
 from lpconv.results.doctor import DeviceRecord
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.rules import RULES
@@ -156,7 +156,7 @@ def test_a_bench_method(monkeypatch: pytest.MonkeyPatch) -> None:
 class Greeting:
     """Options of a toy command."""
 
-    times: Annotated[int, Ge(1), Option("Number of greetings")] = 1
+    times: int = option(1, "Number of greetings", Ge(1))
 
 
 def greet(name: str, options: Greeting, json: Json = False) -> None:

@@ -24,6 +24,7 @@ from lpconv.options import (
     fields_of_run,
     fields_that_may_change,
     make,
+    option,
     options_of,
     size_option,
 )
@@ -36,24 +37,24 @@ from lpconv.train.options import ArithmeticOptions, FinetuneOptions
 class Pace:
     """Options of a group."""
 
-    turns: Annotated[int, Ge(1), Option("Number of rounds")] = 3
+    turns: int = option(3, "Number of rounds", Ge(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    """An option of every shape."""
+    """An option of every shape; some are declared by the annotation, as in commands."""
 
-    patience: Annotated[int | None, Ge(1), Option("Number of evaluations to wait", default="for ever")] = None
-    colour: Annotated[str, Option("Colour of the toy", choices=("red", "blue"), short=("-c",))] = "red"
-    rate: Annotated[float, Ge(0), Lt(1), Option("Share of the steps")] = 0.5
-    sizes: Annotated[tuple[int, ...], Ge(1), Option("Sizes", name="size", comma=True)] = (1, 2)
-    tags: Annotated[tuple[str, ...], Option("Word to add", flag="tag")] = ()
-    memory: Annotated[int | None, size_option("Bound of the memory")] = None
+    patience: int | None = option(None, "Number of evaluations to wait", Ge(1), default="for ever")
+    colour: str = option("red", "Colour of the toy", choices=("red", "blue"), short=("-c",))
+    rate: float = option(0.5, "Share of the steps", Ge(0), Lt(1))
+    sizes: tuple[int, ...] = option((1, 2), "Sizes", Ge(1), name="size", comma=True)
+    tags: tuple[str, ...] = option((), "Word to add", flag="tag")
+    memory: int | None = option(None, size_option("Bound of the memory"))
     data: Annotated[Path | None, Option("File of data", parse=Path, is_path=True)] = None
     loud: Annotated[bool, Option("Say more", of_run=True)] = False
     goals: Annotated[tuple[str, ...], Option("What it must meet", flag="goal", judges=True)] = ()
     careful: Annotated[bool, Option("Look twice")] = True
-    pace: Annotated[Pace, Group(Pace, lambda asked: dataclasses.replace(asked, turns=2 * asked.turns))] = Pace()
+    pace: Pace = option(Pace(), Group(Pace, lambda asked: dataclasses.replace(asked, turns=2 * asked.turns)))
     hidden: int = 7
 
 
@@ -194,9 +195,9 @@ def test_a_text_that_is_no_number_is_refused_with_a_hint() -> None:
     "record", [AdviseOptions, BenchOptions, ConvertOptions, FinetuneOptions, ProbeOptions], ids=lambda r: r.__name__
 )
 def test_the_example_of_a_hint_is_within_its_bounds(record: type[Any]) -> None:
-    for option in options_of(record).values():
-        if option.bounds:
-            check_value(option, option.read(option.hint.split()[-1]))
+    for declared in options_of(record).values():
+        if declared.bounds:
+            check_value(declared, declared.read(declared.hint.split()[-1]))
 
 
 @pytest.mark.parametrize("record", [ConvertOptions, BenchOptions, ProbeOptions], ids=lambda r: r.__name__)

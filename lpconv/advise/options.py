@@ -3,13 +3,13 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.options import AllowMissing, Force, Option, Revision, check, parse_size
+from lpconv.options import AllowMissing, Force, Revision, check, option, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
@@ -18,7 +18,7 @@ ADVICE_FILE = "advice.json"  # in an output; marks the folder as an advice
 NO_TEXT = "use `lpconv convert MODEL --verify logits` to measure what a conversion changes in its outputs"
 RUNTIMES = ("vllm", "llama.cpp", "mlx", "transformers")  # as the layouts' schemes name their readers
 _PURPOSES = ("infer", "train", "both", *RUNTIMES)
-_train = functools.partial(Option, panel="The training to advise on")
+_train = functools.partial(option, panel="The training to advise on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,50 +59,40 @@ def _positive(key: str, text: str) -> float:
 class AdviseOptions:
     """Options of `lpconv advise`, including the settings of its training runs."""
 
-    purpose: Annotated[
-        str,
-        Option(
-            "What the model is for; a runtime restricts the conversions to those that it opens",
-            name="purpose",
-            flag="for",
-            what="purpose",
-            choices=_PURPOSES,
-        ),
-    ] = "both"
-    data: Annotated[
-        str | None,
-        Option(
-            "File (txt, jsonl, json, csv, tsv or parquet) with text like the model will see in use",
-            default="the sample text",
-            metavar="FILE",
-            is_path=True,
-        ),
-    ] = None
-    budget: Annotated[
-        Budget,
-        Option(
-            "Limits: quality= (added loss in nats, or relative error), memory= (of a step), minutes= (of measuring)",
-            default="quality=0.01,minutes=10",
-            metavar="KEY=VALUE,…",
-            parse=parse_budget,
-        ),
-    ] = Budget()
-    bits: Annotated[
-        float | None,
-        Ge(1.5),
-        Le(12),
-        Option("Average bits per weight, entropy-coded and chosen for each part", default="any", example="4.5"),
-    ] = None
-    batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8
-    seq_len: Annotated[
-        int | None, Ge(2), Option("Number of tokens per sequence", default="128, or the model's maximum")
-    ] = None
-    task: Annotated[str, _train("Training task", choices=TASKS)] = "auto"
-    steps: Annotated[int, Ge(1), _train("Number of optimizer steps")] = FinetuneOptions.steps
-    lr: Annotated[float, Gt(0), _train("Peak learning rate", example="5e-5")] = Arithmetic().usual_lr(
-        FinetuneOptions.steps
+    purpose: str = option(
+        "both",
+        "What the model is for; a runtime restricts the conversions to those that it opens",
+        flag="for",
+        what="purpose",
+        choices=_PURPOSES,
     )
-    seed: Annotated[int, Ge(0), Option("Seed of token masks and of the first run")] = 0
+    data: str | None = option(
+        None,
+        "File (txt, jsonl, json, csv, tsv or parquet) with text like the model will see in use",
+        default="the sample text",
+        metavar="FILE",
+        is_path=True,
+    )
+    budget: Budget = option(
+        Budget(),
+        "Limits: quality= (added loss in nats, or relative error), memory= (of a step), minutes= (of measuring)",
+        default="quality=0.01,minutes=10",
+        metavar="KEY=VALUE,…",
+        parse=parse_budget,
+    )
+    bits: float | None = option(
+        None,
+        "Average bits per weight, entropy-coded and chosen for each part",
+        Ge(1.5),
+        default="any",
+        example="4.5",
+    )
+    batch_size: int = option(8, "Number of sequences per step", Ge(1))
+    seq_len: int | None = option(None, "Number of tokens per sequence", Ge(2), default="128, or the model's maximum")
+    task: str = _train("auto", "Training task", choices=TASKS)
+    steps: int = _train(FinetuneOptions.steps, "Number of optimizer steps", Ge(1))
+    lr: float = _train(Arithmetic().usual_lr(FinetuneOptions.steps), "Peak learning rate", Gt(0), example="5e-5")
+    seed: int = option(0, "Seed of token masks and of the first run", Ge(0))
     revision: Revision = None
     allow_missing: AllowMissing = False
     force: Force = False

@@ -9,13 +9,12 @@ import math
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated
 
 from annotated_types import Ge
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import spellings
-from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, Revision, gate_option
+from lpconv.options import PARALLEL, AllowMissing, Group, ResumedByBatch, Revision, gate_option, option
 from lpconv.results.bench import BenchCase
 
 MODES = ("infer", "train")
@@ -88,9 +87,9 @@ def check_layers(layers: int | None, own: int | None) -> None:
 
 
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
-_what = functools.partial(Option, panel="What to measure")
-_how = functools.partial(Option, panel="How to measure")
-_check = functools.partial(Option, panel="Results")
+_what = functools.partial(option, panel="What to measure")
+_how = functools.partial(option, panel="How to measure")
+_check = functools.partial(option, panel="Results")
 
 
 def parse_device(text: str) -> str:
@@ -107,10 +106,10 @@ class Effort:
     They are divided among `launches`, each with new processes.
     """
 
-    min_iterations: Annotated[int, Ge(1), _how("Minimum number of timed steps per case", name="min_iters")] = 30
-    min_seconds: Annotated[float, Ge(0), _how("Minimum measuring time per case, in seconds", name="min_time")] = 2.0
-    rounds: Annotated[int, Ge(1), _how("Number of rounds, in each of which baseline and variant take turns")] = 12
-    launches: Annotated[int, Ge(1), _how("Number of new processes over which the rounds are spread")] = 3
+    min_iterations: int = _how(30, "Minimum number of timed steps per case", Ge(1), name="min_iters")
+    min_seconds: float = _how(2.0, "Minimum measuring time per case, in seconds", Ge(0), name="min_time")
+    rounds: int = _how(12, "Number of rounds, in each of which baseline and variant take turns", Ge(1))
+    launches: int = _how(3, "Number of new processes over which the rounds are spread", Ge(1))
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
@@ -130,81 +129,66 @@ class BenchOptions:
     """What to measure, and what to compare the result with. `model` None selects one for the device."""
 
     model: str | None = None
-    formats: Annotated[
-        tuple[str, ...],
-        _what(
-            "Formats to measure",
-            name="format",
-            short=("-f",),
-            choices=BENCH_FORMATS,
-            spellings=spellings({"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "e4m3fn": "fp8", "e2m1": "fp4"}),
-            comma=True,
-            panel=None,
-        ),
-    ] = ("fp8",)
-    methods: Annotated[
-        tuple[str, ...],
-        _what(
-            "Methods for fp8, fp4 and fp16",
-            default=f"for fp8 {next(iter(BENCH_FORMATS['fp8']))}",
-            name="method",
-            short=("-m",),
-            choices=BENCH_METHODS,
-            comma=True,
-            panel=None,
-        ),
-    ] = ()
-    modes: Annotated[
-        tuple[str, ...], _what("Kinds of steps to measure", name="mode", choices=MODES, comma=True, panel=None)
-    ] = ("infer",)
-    optimizers: Annotated[
-        tuple[str, ...], _what("Optimizers for training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
-    ] = ("adamw",)
-    layers: Annotated[int | None, Ge(1), _what("Number of model layers to keep", default="all")] = None
-    batches: Annotated[
-        tuple[int, ...],
-        Ge(1),
-        _what(
-            "Number of sequences per step and process",
-            default="chosen by device",
-            name="batch",
-            flag="batch-size",
-            comma=True,
-        ),
-    ] = ()
-    seqs: Annotated[
-        tuple[int, ...],
-        Ge(1),
-        _what("Number of tokens per sequence", default="chosen by device", name="seq", flag="seq-len", comma=True),
-    ] = ()
-    baseline: Annotated[str, _how("Baseline that all variants are compared with", choices=BASELINES, panel=None)] = (
-        "bf16+compile"
+    formats: tuple[str, ...] = _what(
+        ("fp8",),
+        "Formats to measure",
+        name="format",
+        short=("-f",),
+        choices=BENCH_FORMATS,
+        spellings=spellings({"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "e4m3fn": "fp8", "e2m1": "fp4"}),
+        comma=True,
+        panel=None,
     )
-    compiled: Annotated[
-        str, _how("What to compile with torch.compile", name="compile", what="compile mode", choices=COMPILE_MODES)
-    ] = "blocks"
-    device: Annotated[
-        str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one", parse=parse_device)
-    ] = None
-    processes: Annotated[int | None, Ge(1), _how("Number of cooperating processes", default="torchrun's, or 1")] = None
-    parallel: Annotated[
-        str | None, _how("How processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL)
-    ] = None
-    threads: Annotated[int | None, Ge(1), _how("Number of CPU threads of each process", default="torch's own")] = None
-    effort: Annotated[Effort, Group(Effort)] = Effort()
-    seed: Annotated[int, Ge(0), _how("Seed of weights and token ids")] = 0
-    compare: Annotated[
-        str | None, _check("Older result (JSON); fail if a row became slower", metavar="FILE", is_path=True)
-    ] = None
-    gates: Annotated[
-        tuple[str, ...],
-        gate_option("Fail with exit code 5 unless every row meets this, such as 'speedup>=1.2'", kind="bench"),
-    ] = ()
-    command: Annotated[str | None, Option("Command line to record in the result", only="caller", of_run=True)] = None
+    methods: tuple[str, ...] = _what(
+        (),
+        "Methods for fp8, fp4 and fp16",
+        default=f"for fp8 {next(iter(BENCH_FORMATS['fp8']))}",
+        name="method",
+        short=("-m",),
+        choices=BENCH_METHODS,
+        comma=True,
+        panel=None,
+    )
+    modes: tuple[str, ...] = _what(
+        ("infer",), "Kinds of steps to measure", name="mode", choices=MODES, comma=True, panel=None
+    )
+    optimizers: tuple[str, ...] = _what(
+        ("adamw",), "Optimizers for training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True
+    )
+    layers: int | None = _what(None, "Number of model layers to keep", Ge(1), default="all")
+    batches: tuple[int, ...] = _what(
+        (),
+        "Number of sequences per step and process",
+        Ge(1),
+        default="chosen by device",
+        name="batch",
+        flag="batch-size",
+        comma=True,
+    )
+    seqs: tuple[int, ...] = _what(
+        (), "Number of tokens per sequence", Ge(1), default="chosen by device", name="seq", flag="seq-len", comma=True
+    )
+    baseline: str = _how("bf16+compile", "Baseline that all variants are compared with", choices=BASELINES, panel=None)
+    compiled: str = _how(
+        "blocks", "What to compile with torch.compile", name="compile", what="compile mode", choices=COMPILE_MODES
+    )
+    device: str | None = _how(None, "Device: cpu, cuda or cuda:N", default="a GPU if there is one", parse=parse_device)
+    processes: int | None = _how(None, "Number of cooperating processes", Ge(1), default="torchrun's, or 1")
+    parallel: str | None = _how(
+        None, "How processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL
+    )
+    threads: int | None = _how(None, "Number of CPU threads of each process", Ge(1), default="torch's own")
+    effort: Effort = option(Effort(), Group(Effort))
+    seed: int = _how(0, "Seed of weights and token ids", Ge(0))
+    compare: str | None = _check(None, "Older result (JSON); fail if a row became slower", metavar="FILE", is_path=True)
+    gates: tuple[str, ...] = option(
+        (), gate_option("Fail with exit code 5 unless every row meets this, such as 'speedup>=1.2'", kind="bench")
+    )
+    command: str | None = option(None, "Command line to record in the result", only="caller", of_run=True)
     revision: Revision = None
     allow_missing: AllowMissing = False
     resume: ResumedByBatch = False
-    force: Annotated[bool, Option("Replace an existing result", only="manifest", of_run=True)] = False
+    force: bool = option(False, "Replace an existing result", only="manifest", of_run=True)
 
     @property
     def num_processes(self) -> int:

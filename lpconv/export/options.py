@@ -1,13 +1,12 @@
 """Options of an export, and names that its files share. Plain Python."""
 
 import dataclasses
-from typing import Annotated
 
 from annotated_types import Ge
 
 from lpconv.forms import Stored, grid_of
 from lpconv.forms.grid import Grid
-from lpconv.options import AllowMissing, Force, Option, Revision
+from lpconv.options import AllowMissing, Force, Revision, option
 
 # A protobuf file is limited to 2 GiB, and the graph takes a little of that.
 MAX_INLINE_BYTES = 2 * 10**9
@@ -25,19 +24,15 @@ class ExportOptions:
     is one step of generation.
     """
 
-    opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that has the formats")] = None
-    validate: Annotated[
-        bool, Option("Run the exported file in ONNX Runtime and compare its outputs with the model")
-    ] = True
-    tolerance: Annotated[
-        float, Ge(0), Option("Largest allowed difference from the model, as a fraction of the largest output")
-    ] = 1e-5
-    external_data: Annotated[
-        bool, Option("Always write the weights to model.onnx.data, even if they fit into the graph")
-    ] = False
-    cache: Annotated[
-        bool, Option("For decoders: also take and return the keys and values of earlier tokens, to generate text")
-    ] = False
+    opset: int | None = option(None, "ONNX operator set", default="the oldest that has the formats")
+    validate: bool = option(True, "Run the exported file in ONNX Runtime and compare its outputs with the model")
+    tolerance: float = option(
+        1e-5, "Largest allowed difference from the model, as a fraction of the largest output", Ge(0)
+    )
+    external_data: bool = option(False, "Always write the weights to model.onnx.data, even if they fit into the graph")
+    cache: bool = option(
+        False, "For decoders: also take and return the keys and values of earlier tokens, to generate text"
+    )
     revision: Revision = None
     allow_missing: AllowMissing = False
     force: Force = False

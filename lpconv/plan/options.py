@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from annotated_types import Ge, Gt
 
@@ -16,7 +16,7 @@ from lpconv.layouts import SCHEMES
 from lpconv.layouts.compressed_config import DYNAMIC, NOT_ROUNDED, STATIC
 from lpconv.lookup import nearest_name
 from lpconv.methods import LPCONV, METHODS
-from lpconv.options import AllowMissing, Force, Option, Resume, Revision, TrustRemoteCode, gate_option, size_option
+from lpconv.options import AllowMissing, Force, Resume, Revision, TrustRemoteCode, gate_option, option, size_option
 
 LAYOUTS = METHODS["unit"].layouts
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
@@ -35,9 +35,9 @@ METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.valu
 
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _WHAT, _HOW = "What to write", "How to run"
-_what = functools.partial(Option, panel=_WHAT, shapes_output=True)
-_check = functools.partial(Option, panel="Checks")
-_how = functools.partial(Option, panel=_HOW, of_run=True)
+_what = functools.partial(option, panel=_WHAT, shapes_output=True)
+_check = functools.partial(option, panel="Checks")
+_how = functools.partial(option, panel=_HOW, of_run=True)
 
 
 def _granularity(name: str) -> str:
@@ -77,178 +77,142 @@ class ConvertOptions:
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     """
 
-    scheme: Annotated[
-        str | None,
-        Option(
-            "One name for a layout, format, granularity and method, which their options replace (see --list-schemes)",
-            default="none",
-            choices=SCHEMES,
-            spellings=_SCHEME_SPELLINGS,
-            short=("-s",),
-        ),  # affects the output only through the options that it sets
-    ] = None
-    method: Annotated[
-        str | None, _what("Method for rewriting the weights", default="unit", choices=METHODS, short=("-m",))
-    ] = None
-    format: Annotated[
-        str | None,
-        _what(
-            "Number format on disk; fp8 is e4m3fn, and fp4 is e2m1",
-            default="fp16, but e4m3fn by row for a 16-bit checkpoint without other options; bf16 for collage, int4 for "
-            "multipoint",
-            choices=METHOD_FORMATS,
-            spellings=SPELLINGS,
-            short=("-f", "--element"),
-            panel=None,
-        ),
-    ] = None
-    residual: Annotated[
-        str | None,
-        _what(
-            "Format of the rounding residual that collage keeps",
-            default="bf16; fp16 for format fp16",
-            choices=_RESIDUALS,
-            spellings=SPELLINGS,
-        ),
-    ] = None
-    layout: Annotated[
-        str | None, _what("On-disk layout; all but lpconv open without lpconv", default=LPCONV, choices=LAYOUTS)
-    ] = None
-    scale: Annotated[
-        str | None,
-        _what(
-            "Rounding of scales: pow2 (to powers of two), exact (none), or search (least squared error; up to 8 bits "
-            "with --granularity)",
-            default="pow2; exact for integers, search for NVFP4",
-            choices=("pow2", "exact", "search"),
-        ),
-    ] = None
-    granularity: Annotated[
-        str | None,
-        _what(
-            f"Scale granularity, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
-            parse=_granularity,
-            default="tensor; mx for e2m1; for integers the largest of group:128, :64 and :32 that divides all rows",
-            example="group:128",
-            panel=None,
-        ),
-    ] = None
-    rounding: Annotated[
-        str,
-        _what(
-            "How to round weights: each to nearest, or with error feedback, which preserves layer outputs on a "
-            "calibration text (gptq), or the outputs that layers have in the source (gptaq); for codes of at most 8 "
-            "bits and for --bits",
-            choices=ROUNDINGS,
-            panel=None,
-        ),
-    ] = NEAREST
-    calibrate: Annotated[
-        str | None,
-        _what(
-            "Calibration text, for --rounding gptq and gptaq, or otherwise for input scales of NVFP4 and "
-            "e4m3fn with one scale: a file of text or rows, self for text that the model writes, or demo for the "
-            "sample text",
-            default="inputs are not quantised",
-            panel=None,
-            metavar="FILE",
-            is_path=True,
-        ),
-    ] = None
-    calibration_tokens: Annotated[
-        int | None,
+    scheme: str | None = option(
+        None,
+        "One name for a layout, format, granularity and method, which their options replace (see --list-schemes)",
+        default="none",
+        choices=SCHEMES,
+        spellings=_SCHEME_SPELLINGS,
+        short=("-s",),
+    )  # affects the output only through the options that it sets
+    method: str | None = _what(None, "Method for rewriting the weights", default="unit", choices=METHODS, short=("-m",))
+    format: str | None = _what(
+        None,
+        "Number format on disk; fp8 is e4m3fn, and fp4 is e2m1",
+        default="fp16, but e4m3fn by row for a 16-bit checkpoint without other options; bf16 for collage, int4 for "
+        "multipoint",
+        choices=METHOD_FORMATS,
+        spellings=SPELLINGS,
+        short=("-f", "--element"),
+        panel=None,
+    )
+    residual: str | None = _what(
+        None,
+        "Format of the rounding residual that collage keeps",
+        default="bf16; fp16 for format fp16",
+        choices=_RESIDUALS,
+        spellings=SPELLINGS,
+    )
+    layout: str | None = _what(
+        None, "On-disk layout; all but lpconv open without lpconv", default=LPCONV, choices=LAYOUTS
+    )
+    scale: str | None = _what(
+        None,
+        "Rounding of scales: pow2 (to powers of two), exact (none), or search (least squared error; up to 8 bits "
+        "with --granularity)",
+        default="pow2; exact for integers, search for NVFP4",
+        choices=("pow2", "exact", "search"),
+    )
+    granularity: str | None = _what(
+        None,
+        f"Scale granularity, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
+        parse=_granularity,
+        default="tensor; mx for e2m1; for integers the largest of group:128, :64 and :32 that divides all rows",
+        example="group:128",
+        panel=None,
+    )
+    rounding: str = _what(
+        NEAREST,
+        "How to round weights: each to nearest, or with error feedback, which preserves layer outputs on a "
+        "calibration text (gptq), or the outputs that layers have in the source (gptaq); for codes of at most 8 "
+        "bits and for --bits",
+        choices=ROUNDINGS,
+        panel=None,
+    )
+    calibrate: str | None = _what(
+        None,
+        "Calibration text, for --rounding gptq and gptaq, or otherwise for input scales of NVFP4 and "
+        "e4m3fn with one scale: a file of text or rows, self for text that the model writes, or demo for the "
+        "sample text",
+        default="inputs are not quantised",
+        panel=None,
+        metavar="FILE",
+        is_path=True,
+    )
+    calibration_tokens: int | None = _what(
+        None,
+        "Number of calibration tokens",
         Ge(1),
-        _what(
-            "Number of calibration tokens",
-            default=f"{GPTQ_TOKENS} for --rounding gptq and gptaq, the first {CALIBRATION_TOKENS} for input scales",
-        ),
-    ] = None
-    calibration_seed: Annotated[
-        int | None,
-        Ge(0),
-        _what("Seed for choosing windows of the calibration text, for --rounding gptq and gptaq", default="0"),
-    ] = None
-    input_scales: Annotated[bool, _what("With --rounding gptq, gptaq or --kv-cache, also store input scales")] = False
-    inputs: Annotated[
-        str | None,
-        _what(
-            "How readers round inputs: none, or dynamic, with scales of their own; for layout compressed-tensors",
-            default="as usual for format and granularity; with --calibrate by the stored scales",
-            choices=(NOT_ROUNDED, DYNAMIC),
-        ),
-    ] = None
-    kv_cache: Annotated[
-        str | None,
-        _what(
-            "Store scales for keys and values in fp8, for vLLM: 1, or measured on the text of --calibrate",
-            default="none",
-            choices=("fp8",),
-            spellings=spellings({"e4m3fn": "fp8"}),
-        ),
-    ] = None
-    budget_bits: Annotated[
-        float | None,
+        default=f"{GPTQ_TOKENS} for --rounding gptq and gptaq, the first {CALIBRATION_TOKENS} for input scales",
+    )
+    calibration_seed: int | None = _what(
+        None, "Seed for choosing windows of the calibration text, for --rounding gptq and gptaq", Ge(0), default="0"
+    )
+    input_scales: bool = _what(False, "With --rounding gptq, gptaq or --kv-cache, also store input scales")
+    inputs: str | None = _what(
+        None,
+        "How readers round inputs: none, or dynamic, with scales of their own; for layout compressed-tensors",
+        default="as usual for format and granularity; with --calibrate by the stored scales",
+        choices=(NOT_ROUNDED, DYNAMIC),
+    )
+    kv_cache: str | None = _what(
+        None,
+        "Store scales for keys and values in fp8, for vLLM: 1, or measured on the text of --calibrate",
+        default="none",
+        choices=("fp8",),
+        spellings=spellings({"e4m3fn": "fp8"}),
+    )
+    budget_bits: float | None = _what(
+        None,
+        "Stored bits per element with scales: for unit, integers with one step per tensor, entropy-coded in 1.5 to "
+        "12 bits; and for multipoint",
         Gt(0),
-        _what(
-            "Stored bits per element with scales: for unit, integers with one step per tensor, entropy-coded in 1.5 to "
-            "12 bits; and for multipoint",
-            default="for multipoint, half a bit more than the format; otherwise the format decides",
-            example="4.5",
-            flag="bits",
-        ),
-    ] = None
-    points_max: Annotated[
-        int | None, Ge(1), _what("Largest number of points per row, for multipoint", default=str(POINTS_MAX))
-    ] = None
-    include: Annotated[
-        tuple[str, ...],
-        _what("Convert only tensors that match this glob or re:EXPRESSION", default="all", metavar="PATTERN"),
-    ] = ()
-    exclude: Annotated[
-        tuple[str, ...],
-        _what("Leave tensors that match this pattern unconverted", default="none", metavar="PATTERN", panel=None),
-    ] = ()
-    rules: Annotated[
-        tuple[FormatRule, ...],
-        _what(
-            "Format, or keep, or with --bits a number of bits, of the tensors that match a pattern; the first match "
-            "decides",
-            flag="rule",
-            metavar="PATTERN=FORMAT",
-            parse=parse_rule,
-        ),
-    ] = ()
-    allow_mixed_groups: Annotated[
-        bool,
-        Option(
-            "Allow several formats within q/k/v or gate/up, for readers that do not fuse them; vLLM and SGLang do",
-            panel=_WHAT,
-        ),
-    ] = False
-    max_shard_size: Annotated[
-        int | None,
+        default="for multipoint, half a bit more than the format; otherwise the format decides",
+        example="4.5",
+        flag="bits",
+    )
+    points_max: int | None = _what(
+        None, "Largest number of points per row, for multipoint", Ge(1), default=str(POINTS_MAX)
+    )
+    include: tuple[str, ...] = _what(
+        (), "Convert only tensors that match this glob or re:EXPRESSION", default="all", metavar="PATTERN"
+    )
+    exclude: tuple[str, ...] = _what(
+        (), "Leave tensors that match this pattern unconverted", default="none", metavar="PATTERN", panel=None
+    )
+    rules: tuple[FormatRule, ...] = _what(
+        (),
+        "Format, or keep, or with --bits a number of bits, of the tensors that match a pattern; the first match "
+        "decides",
+        flag="rule",
+        metavar="PATTERN=FORMAT",
+        parse=parse_rule,
+    )
+    allow_mixed_groups: bool = option(
+        False,
+        "Allow several formats within q/k/v or gate/up, for readers that do not fuse them; vLLM and SGLang do",
+        panel=_WHAT,
+    )
+    max_shard_size: int | None = option(
+        None,
         size_option(
             "Largest size of an output file, such as 5GB", default="as in the source", panel=_WHAT, shapes_output=True
         ),
-    ] = None
-    verify: Annotated[
-        str,
-        _check(
-            "What to verify; auto also opens both models with transformers and runs them, if they are small",
-            what="verification level",
-            choices=VERIFY_LEVELS,
-        ),
-    ] = "auto"
-    gates: Annotated[
-        tuple[str, ...], gate_option("Publish only if this holds, such as 'sqnr>=25'", kind="convert")
-    ] = ()
+    )
+    verify: str = _check(
+        "auto",
+        "What to verify; auto also opens both models with transformers and runs them, if they are small",
+        what="verification level",
+        choices=VERIFY_LEVELS,
+    )
+    gates: tuple[str, ...] = option((), gate_option("Publish only if this holds, such as 'sqnr>=25'", kind="convert"))
     revision: Revision = None
     allow_missing: AllowMissing = False
-    max_memory: Annotated[
-        int | None, size_option("Memory limit, such as 4GB", default="the free memory", panel=_HOW, of_run=True)
-    ] = None
-    cache: Annotated[bool, _how("Download a remote checkpoint into a local cache first")] = False
-    workers: Annotated[int | None, Ge(1), _how("Number of encoder threads", default="one per core, at most 8")] = None
+    max_memory: int | None = option(
+        None, size_option("Memory limit, such as 4GB", default="the free memory", panel=_HOW, of_run=True)
+    )
+    cache: bool = _how(False, "Download a remote checkpoint into a local cache first")
+    workers: int | None = _how(None, "Number of encoder threads", Ge(1), default="one per core, at most 8")
     resume: Resume = False
     force: Force = False
     trust_remote_code: TrustRemoteCode = False

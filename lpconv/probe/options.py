@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from annotated_types import Ge
 
-from lpconv.options import AllowMissing, Force, Option, ResumedByBatch, Revision
+from lpconv.options import AllowMissing, Force, ResumedByBatch, Revision, option
 
 # Hint for models that a probe does not run.
 OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
@@ -17,21 +16,14 @@ PROBE_FILE = "probe.json"  # in an output; marks the folder as a probe's
 class ProbeOptions:
     """Options of `lpconv probe`."""
 
-    data: Annotated[
-        Path | None,
-        Option("Text file", default="the sample text", metavar="FILE", parse=Path, is_path=True),
-    ] = None
-    steps: Annotated[int, Ge(1), Option("Number of forward and backward passes")] = 4
-    batch_size: Annotated[int, Ge(1), Option("Number of sequences per batch")] = 8
-    seq_len: Annotated[
-        int | None, Ge(2), Option("Number of tokens per sequence", default="128, or the model's maximum")
-    ] = None
-    every: Annotated[int, Ge(1), Option("Record every Nth step")] = 1
-    calibrate: Annotated[bool, Option("Also write scales for unit scaling, as calibration.json")] = False
-    noise: Annotated[
-        bool, Option("Also measure the rounding noise of gradients in mxfp8 and the recipes of four bits")
-    ] = False
-    seed: Annotated[int, Ge(0), Option("Seed of token masks, random token ids and stochastic rounding")] = 0
+    data: Path | None = option(None, "Text file", default="the sample text", metavar="FILE", parse=Path, is_path=True)
+    steps: int = option(4, "Number of forward and backward passes", Ge(1))
+    batch_size: int = option(8, "Number of sequences per batch", Ge(1))
+    seq_len: int | None = option(None, "Number of tokens per sequence", Ge(2), default="128, or the model's maximum")
+    every: int = option(1, "Record every Nth step", Ge(1))
+    calibrate: bool = option(False, "Also write scales for unit scaling, as calibration.json")
+    noise: bool = option(False, "Also measure the rounding noise of gradients in mxfp8 and the recipes of four bits")
+    seed: int = option(0, "Seed of token masks, random token ids and stochastic rounding", Ge(0))
     revision: Revision = None
     allow_missing: AllowMissing = False
     resume: ResumedByBatch = False
