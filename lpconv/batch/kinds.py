@@ -28,7 +28,6 @@ from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gate_problem
 
 MANIFEST_VERSION = 1
-MANIFEST_KEYS = ("version", "defaults", "jobs")
 DEFAULT_KIND = "convert"  # kind of jobs that name none, as in manifests of the first lpconv versions
 
 BENCH_FILE = "bench.json"

@@ -8,15 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.kinds import (
-    COMMON_FIELDS,
-    DEFAULT_KIND,
-    KINDS,
-    MANIFEST_KEYS,
-    MANIFEST_VERSION,
-    SHARED_FIELDS,
-    BatchJob,
-)
+from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_VERSION, SHARED_FIELDS, BatchJob
 from lpconv.batch.reading import prefix_errors, read_document, read_mapping, read_setting
 from lpconv.convert.parts import check_shareable
 from lpconv.errors import UsageError
@@ -56,7 +48,7 @@ def load_manifest(path: Path) -> Manifest:
     path = path.absolute()
     document = read_document(path)
     with prefix_errors(path.name):
-        top = read_mapping(document, MANIFEST_KEYS, "")
+        top = read_mapping(document, ("version", "defaults", "jobs"), "")
         if str(version := top.get("version")) != str(MANIFEST_VERSION):
             says = "missing" if version in (None, "") else f"`{version}` is unknown"
             raise UsageError(f"version: {says}", hint=f"this lpconv reads `version: {MANIFEST_VERSION}`")

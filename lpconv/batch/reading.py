@@ -26,7 +26,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, SHARED_FIELDS
+from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_VERSION, SHARED_FIELDS
 from lpconv.errors import UsageError
 from lpconv.lookup import find, nearest
 from lpconv.options import Declared, check_value, options_of
@@ -103,16 +103,15 @@ def prefix_errors(place: str) -> Iterator[None]:
 
 def manifest_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of manifests. Keys of several words are also allowed with dashes."""
-    top: dict[str, Any] = {
-        "version": {"const": MANIFEST_VERSION},
-        "defaults": _defaults(),
-        "jobs": {"type": "array", "minItems": 1, "items": {"oneOf": [_job(kind) for kind in KINDS]}},
-    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "lpconv batch manifest",
         "type": "object",
-        "properties": {key: top[key] for key in MANIFEST_KEYS},
+        "properties": {
+            "version": {"const": MANIFEST_VERSION},
+            "defaults": _defaults(),
+            "jobs": {"type": "array", "minItems": 1, "items": {"oneOf": [_job(kind) for kind in KINDS]}},
+        },
         "required": ["version", "jobs"],
         "additionalProperties": False,
     }
