@@ -126,29 +126,23 @@ def run() -> None:
 
 def first_screen() -> str:
     """Text that `lpconv` prints if no command is given."""
-    return "\n".join(
-        [
-            f"lpconv {__version__} makes Hugging Face models smaller, or trains them in low",
-            "precision, and shows the cost.",
-            "",
-            *_lines(QUESTIONS),
-            "",
-            "MODEL is a directory, a URL, a name on the Hugging Face hub, or demo, a small",
-            "model that is included. Try it: lpconv demo. All commands: lpconv --help.",
-        ]
+    return (
+        f"lpconv {__version__} makes Hugging Face models smaller, or trains them in low\n"
+        f"precision, and shows the cost.\n\n{_commands(QUESTIONS)}\n\n"
+        "MODEL is a directory, a URL, a name on the Hugging Face hub, or demo, a small\n"
+        "model that is included. Try it: lpconv demo. All commands: lpconv --help."
     )
 
 
 def next_steps() -> str:
     """Commands to try after the demo, for the user's own model."""
-    wanted = list(QUESTIONS)[:5]
-    return "\n".join(["With a model of your own:", "", *_lines({q: QUESTIONS[q] for q in wanted})])
+    return f"With a model of your own:\n\n{_commands(dict(list(QUESTIONS.items())[:5]))}"
 
 
-def _lines(questions: dict[str, str]) -> list[str]:
+def _commands(questions: dict[str, str]) -> str:
     """A line for each question and its command, or two on a terminal that is too narrow for one."""
     width = max(map(len, questions))
     lines = [f"  {question:<{width}}  {command}" for question, command in questions.items()]
-    if max(map(len, lines)) <= shutil.get_terminal_size((120, 0)).columns:
-        return lines
-    return [line for question, command in questions.items() for line in (question, f"  {command}")]
+    if max(map(len, lines)) > shutil.get_terminal_size((120, 0)).columns:
+        lines = [f"{question}\n  {command}" for question, command in questions.items()]
+    return "\n".join(lines)
