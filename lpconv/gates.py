@@ -11,16 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.results import (
-    BenchRow,
-    FinetuneResult,
-    GapEstimate,
-    GapRecord,
-    GateRecord,
-    LogitsCheck,
-    VerifyResult,
-    WeightsCheck,
-)
+from lpconv.results import BenchRow, FinetuneResult, GapEstimate, GapRecord, GateRecord, VerifyResult
 
 R = TypeVar("R")
 
@@ -97,30 +88,21 @@ class GateTable(Generic[R]):
         return self.families[family](result, name) if name else self.metrics[metric](result)
 
 
-def _weights_metric(figure: Callable[[WeightsCheck], float]) -> Callable[[VerifyResult], float | None]:
-    return lambda result: figure(result.weights) if result.weights else None
-
-
-def _logits_metric(figure: Callable[[LogitsCheck], Figure]) -> Callable[[VerifyResult], Figure]:
-    return lambda result: figure(result.logits) if result.logits else None
-
-
-_LOGITS_METRICS = {
-    "logits_max_abs_diff": _logits_metric(lambda g: g.max_abs_diff),
-    "logits_rel_error": _logits_metric(lambda g: g.rel_error),
-    "top1": _logits_metric(lambda g: g.top1_agreement),
-    "kl": _logits_metric(lambda g: g.mean_kl),
+_LOGITS_METRICS: dict[str, Callable[[VerifyResult], Figure]] = {
+    "logits_max_abs_diff": lambda v: v.logits.max_abs_diff if v.logits else None,
+    "logits_rel_error": lambda v: v.logits.rel_error if v.logits else None,
+    "top1": lambda v: v.logits.top1_agreement if v.logits else None,
+    "kl": lambda v: v.logits.mean_kl if v.logits else None,
 }
-_TEXT_METRICS = {
-    "reverse_kl": _logits_metric(lambda g: g.reverse_kl),
-    "perplexity": _logits_metric(lambda g: g.perplexity),
-    "loss_gap": _logits_metric(lambda g: g.loss_gap),
+_TEXT_METRICS: dict[str, Callable[[VerifyResult], Figure]] = {
+    "reverse_kl": lambda v: v.logits.reverse_kl if v.logits else None,
+    "perplexity": lambda v: v.logits.perplexity if v.logits else None,
+    "loss_gap": lambda v: v.logits.loss_gap if v.logits else None,
 }
-
 CONVERT_GATES = GateTable[VerifyResult](
     metrics={
-        "sqnr": _weights_metric(lambda w: w.min_sqnr_db),
-        "max_rel_error": _weights_metric(lambda w: w.max_rel_error),
+        "sqnr": lambda v: v.weights.min_sqnr_db if v.weights else None,
+        "max_rel_error": lambda v: v.weights.max_rel_error if v.weights else None,
         **_LOGITS_METRICS,
     },
     example="sqnr>=25",
