@@ -16,15 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, WithJsonSchema
 
 from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_VERSION, SHARED_FIELDS
 from lpconv.errors import UsageError
@@ -86,8 +78,10 @@ def read_setting(declared: Declared, raw: Any) -> Any:
 def _read_one(declared: Declared, raw: Any, place: str) -> Any:
     with prefix_errors(place):
         try:
+            if isinstance(raw, bool) and declared.type in (int, float):
+                raise ValueError("pydantic would read True as 1")
             return _adapter(declared).validate_python(raw)
-        except ValidationError as e:
+        except ValueError as e:  # pydantic's errors are of this type
             raise UsageError(f"expected {declared.expected}, not {_show(raw)}", hint=declared.hint) from e
 
 
@@ -175,15 +169,8 @@ def _adapter(declared: Declared) -> TypeAdapter[Any]:
     if declared.type is str:
         return TypeAdapter(Annotated[str, _FULL])
     is_finite = Field(allow_inf_nan=None if declared.type is int else False)
-    number: Any = Annotated[declared.type, *declared.bounds, is_finite, BeforeValidator(_no_flag)]
+    number: Any = Annotated[declared.type, *declared.bounds, is_finite]
     return TypeAdapter(number)
-
-
-def _no_flag(raw: Any) -> Any:
-    """Reject a boolean in place of a number; pydantic would read True as 1."""
-    if isinstance(raw, bool):
-        raise ValueError("a flag")
-    return raw
 
 
 def read_mapping(
