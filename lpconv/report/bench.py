@@ -6,18 +6,7 @@ from typing import TypeAlias
 
 from lpconv.report.charts import Bar, Chart, bar_chart
 from lpconv.report.compare import compare_document
-from lpconv.report.document import (
-    Document,
-    Outcome,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    failed_gates,
-    gates_section,
-    section,
-    sections_of,
-)
+from lpconv.report.document import Document, Table, Tile, Verdict, failed_gates, gates_section, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
     count_text,
@@ -62,8 +51,8 @@ def bench_document(result: BenchResult) -> Document:
             section("Every row", _row_table(result.rows)),
             section("Not measured", tuple(reasons(result.rows))),
             *(section(f"Verdict: {v.title}", v.sentences) for v in result.verdicts),
-            _memory_section(named),
-            _energy_section(named),
+            section("Memory of tensors at the peak of a step", _memory_table(named)),
+            section("Energy and clocks", _energy_table(named)),
             section("Speed-up against the older result", Table(columns=_CHANGE_COLUMNS, rows=changes)),
             *(section(f"Linear layers by shape: {v.title}", _linear_table(v)) for v in result.verdicts),
         ),
@@ -150,18 +139,17 @@ def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
 
 def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
     """Verdict "failed" if a gate fails, "passed" if a row is measurably faster than its baseline, else "not run"."""
-    text = "No row was compared with a baseline"
-    outcome: Outcome = "not run"
+    text, is_faster = "No row was compared with a baseline", False
     if best := _best_speed(named):
         name, word, ratio = best
         text = f"{name} is {word}: {ratio_text(ratio)} times the baseline's speed"
-        outcome = "passed" if word == "fastest" else "not run"
+        is_faster = word == "fastest"
     if emulated := dict.fromkeys(r.format for _, r in named if r.emulated):
         text = f"{' and '.join(emulated)} is emulated here, so times say nothing about a GPU that computes it. {text}"
-        outcome = "not run"
+        is_faster = False
     if failed := failed_gates(gates):
         return Verdict(outcome="failed", text=f"{'; '.join(failed)}; {text}")
-    return Verdict(outcome=outcome, text=text)
+    return Verdict(outcome="passed" if is_faster else "not run", text=text)
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:
@@ -255,7 +243,7 @@ def _row_table(rows: Sequence[BenchRow]) -> Table:
     return Table(columns=tuple(shown), rows=tuple(zip(*(cells[name] for name in shown), strict=True)), sortable=True)
 
 
-def _memory_section(named: _Named) -> Section | None:
+def _memory_table(named: _Named) -> Table:
     """The peak memory of each row, with the share of each part."""
     rows = []
     for label, r in named:
@@ -263,11 +251,10 @@ def _memory_section(named: _Named) -> Section | None:
             parts, whole = dataclasses.asdict(r.memory.parts), r.memory.parts.total
             by_part = ", ".join(f"{name} {share_text(size, whole)}" for name, size in parts.items() if size)
             rows.append((label, size_text(r.memory.peak_bytes), by_part))
-    table = Table(columns=("Configuration", "Peak", "<By part"), rows=tuple(rows))
-    return section("Memory of tensors at the peak of a step", table)
+    return Table(columns=("Configuration", "Peak", "<By part"), rows=tuple(rows))
 
 
-def _energy_section(named: _Named) -> Section | None:
+def _energy_table(named: _Named) -> Table:
     rows = []
     for label, r in named:
         if r.gpu is not None:
@@ -277,7 +264,7 @@ def _energy_section(named: _Named) -> Section | None:
             others = ", ".join(map(str, r.gpu.foreign_processes))
             rows.append((label, energy, *numbers, ", ".join(r.gpu.throttle_reasons), others))
     columns = ("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
-    return section("Energy and clocks", Table(columns=columns, rows=tuple(rows)))
+    return Table(columns=columns, rows=tuple(rows))
 
 
 def _linear_table(verdict: VerdictRecord) -> Table:

@@ -7,19 +7,7 @@ from pathlib import PurePath
 
 from lpconv.report.charts import HEAT_WORDS, Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
 from lpconv.report.compare import compare_document
-from lpconv.report.document import (
-    Document,
-    Outcome,
-    Row,
-    Table,
-    Tile,
-    Verdict,
-    failed_gates,
-    gates_section,
-    section,
-    sections_of,
-    texts_of,
-)
+from lpconv.report.document import Document, Table, Tile, Verdict, failed_gates, gates_section, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
     ROLE_WORDS,
@@ -111,25 +99,26 @@ def _error_text(metric: str, error: float | None) -> str:
 
 
 def gap_table(result: FinetuneResult) -> Table:
-    """Every metric of run and twin after the last step, with the gap and whether it exceeds noise.
+    """Every metric of run and twin after the last step, with the gap and whether it exceeds noise."""
+    return Table(
+        columns=("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "Seen from", "<Beyond noise?"),
+        rows=tuple(_gap_rows(result)),
+        caption="After the last step, mean over seeds. The gap has a 95 % interval from paired seeds and a "
+        "standard error over held-out batches; a true gap of Seen from would exceed the noise in 80 % of cases.",
+    )
 
-    Language models also get perplexity.
-    """
-    rows: list[Row] = []
+
+def _gap_rows(result: FinetuneResult) -> Iterator[tuple[str, ...]]:
+    """The rows of `gap_table`. Language models also get perplexity."""
     for g in result.gaps:
         says = {None: "one seed", True: "yes", False: "no"}[g.exceeds_noise]
         ends = (figure_text(g.metric, g.run), figure_text(g.metric, g.twin))
         errors = (_error_text(g.metric, g.standard_error), _error_text(g.metric, g.detectable))
-        rows.append((metric_name(g.metric), *ends, noise_text(g), *errors, says))
+        yield metric_name(g.metric), *ends, noise_text(g), *errors, says
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
-            rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
-                         f"{100 * math.expm1(g.gap):+.2g} %", MISSING, MISSING, says))  # fmt: skip
-    return Table(
-        columns=("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "Seen from", "<Beyond noise?"),
-        rows=tuple(rows),
-        caption="After the last step, mean over seeds. The gap has a 95 % interval from paired seeds and a "
-        "standard error over held-out batches; a true gap of Seen from would exceed the noise in 80 % of cases.",
-    )
+            perplexities = (f"{math.exp(loss):#.5g}" for loss in (g.run, g.twin))
+            change = f"{100 * math.expm1(g.gap):+.2g} %"
+            yield "held-out perplexity", *perplexities, change, MISSING, MISSING, says
 
 
 def held_out_table(result: FinetuneResult) -> Table:
@@ -389,10 +378,10 @@ def finetune_document(result: FinetuneResult) -> Document:
 def _verdict(result: FinetuneResult) -> Verdict:
     """Verdict "failed" if a gate fails, "not run" if nothing was shown about precision or recovered, else "passed"."""
     shows_cost = result.gaps and result.learned("twin") is not False
-    outcome: Outcome = "passed" if shows_cost or (result.source and result.learned("run")) else "not run"
     if failed := failed_gates(result.gates):
         return Verdict(outcome="failed", text=f"{'; '.join(failed)}. {verdict(result)}")
-    return Verdict(outcome=outcome, text=verdict(result))
+    shows_something = shows_cost or (result.source and result.learned("run"))
+    return Verdict(outcome="passed" if shows_something else "not run", text=verdict(result))
 
 
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
@@ -469,7 +458,7 @@ def _figures(r: FinetuneResult) -> Mapping[str, str]:
     figures |= {
         f"{metric_name(s.name, r)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values
     }
-    for name, of_run, of_twin, gap, error, *_ in texts_of(gap_table(r)):
+    for name, of_run, of_twin, gap, error, *_ in _gap_rows(r):
         figures |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
         figures[f"{name}, standard error of the gap"] = error
     for h in (h for h in r.held_out if h.role == "run"):
