@@ -222,6 +222,15 @@ class ConvertOptions:
         """All patterns of tensor names."""
         return (*self.include, *self.exclude, *(r.pattern for r in self.rules))
 
+    def check_patterns(self) -> None:
+        """Raise UsageError if a pattern after ``re:`` is not a valid regular expression."""
+        for pattern in (p for p in self.patterns if p.startswith("re:")):
+            try:
+                re.compile(pattern[3:])
+            except (re.error, OverflowError, RecursionError) as e:
+                text = f"pattern `{pattern}` is not a valid regular expression: {e}"
+                raise UsageError(text, hint="escape dots as \\.") from e
+
     def decides(self, name: str) -> bool:
         """Whether a pattern keeps a tensor unconverted or chooses its format."""
         chosen = (*self.exclude, *(r.pattern for r in self.rules))
@@ -258,18 +267,6 @@ if TYPE_CHECKING:
 
 else:
     FilledOptions = ConvertOptions
-
-
-def check_pattern(pattern: str) -> None:
-    """Raise UsageError if a pattern after ``re:`` is not a valid regular expression."""
-    if not pattern.startswith("re:"):
-        return
-    try:
-        re.compile(pattern[3:])
-    except (re.error, OverflowError, RecursionError) as e:
-        raise UsageError(
-            f"pattern `{pattern}` is not a valid regular expression: {e}", hint="escape dots as \\."
-        ) from e
 
 
 def check_matches(pattern: str, names: Iterable[str]) -> None:

@@ -16,15 +16,7 @@ from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, command_words, options_of
-from lpconv.plan.options import (
-    GPTQ_TOKENS,
-    METHOD_FORMATS,
-    NEAREST,
-    POINTS_MAX,
-    ConvertOptions,
-    FilledOptions,
-    check_pattern,
-)
+from lpconv.plan.options import GPTQ_TOKENS, METHOD_FORMATS, NEAREST, POINTS_MAX, ConvertOptions, FilledOptions
 from lpconv.results import to_json
 
 _WHY_NO_FEEDBACK = {
@@ -107,8 +99,7 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
             hint=f"use --layout {COMPRESSED_TENSORS}, or leave --kv-cache out",
         )
     _check_inputs(options, fmt.name, grain)
-    for pattern in options.patterns:
-        check_pattern(pattern)
+    options.check_patterns()
     compares_none = [g for g in options.gates if options.verify == "none" and needs_logits([CONVERT_GATES.parse(g)])]
     if compares_none:
         raise UsageError(
