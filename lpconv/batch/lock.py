@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.kinds import DEFAULT_KIND, KINDS, BatchJob, JobOptions
+from lpconv.batch.kinds import DEFAULT_KIND, KINDS, BatchJob
 from lpconv.batch.manifest import Manifest
-from lpconv.bench.options import BenchOptions
 from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
@@ -178,14 +177,7 @@ def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | 
         )
 
 
-def pinned_options(options: JobOptions, entry: LockEntry) -> JobOptions:
-    """The options with the revision from the lock, if the source has one."""
-    if isinstance(options, BenchOptions):  # benches use the cached revision of a model
-        return options
-    return replace(options, revision=entry.revision or options.revision)
-
-
-def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) -> None:
+def check_locked(job: BatchJob, entry: LockEntry, outcome: JobOutcome) -> None:
     """Raise VerificationError if the files of the output differ from the lock; the output is then moved aside.
 
     Measurements have no files in the lock and always pass.

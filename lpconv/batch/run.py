@@ -6,21 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lpconv.batch.kinds import KINDS, BatchJob
-from lpconv.batch.lock import (
-    Lock,
-    check_lockable,
-    check_locked_result,
-    lock_entry,
-    pinned_options,
-    read_lock,
-    stale_reasons,
-    update_lock,
-)
+from lpconv.batch.lock import Lock, check_lockable, check_locked, lock_entry, read_lock, stale_reasons, update_lock
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.placed import Schedule, job_result, stops_batch
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
+from lpconv.bench.options import BenchOptions
 from lpconv.errors import BatchError, InputError, OutputExistsError
 from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
@@ -107,7 +99,7 @@ class _BatchRun:
             return job_result(job, PLANNED, **fields_from(JobFindings, runner.plan(asked)))
         outcome, entry = runner.run(asked, self.progress), self.lock.get(job.id)
         if self.options.locked and entry is not None:
-            check_locked_result(job, entry, outcome)
+            check_locked(job, entry, outcome)
         else:
             entry = lock_entry(job, outcome, self.manifest.folder)
             self.lock = update_lock(self.manifest.lock_path, lambda lock: lock.with_entry(entry, self.manifest.jobs))
@@ -142,8 +134,9 @@ class _BatchRun:
 
     def _with_batch_options(self, job: BatchJob) -> BatchJob:
         """A copy of the job with the batch's `resume`, `force` and locked revision."""
-        entry = self.lock.get(job.id)
-        options = pinned_options(job.options, entry) if self.options.locked and entry else job.options
+        entry, options = self.lock.get(job.id), job.options
+        if self.options.locked and entry and not isinstance(options, BenchOptions):  # benches use the cached revision
+            options = replace(options, revision=entry.revision or options.revision)
         # Interrupted jobs are resumed; `force` applies to finished, outdated outputs. An output without a lock entry
         # may come from a run that was killed before it wrote the entry: it is accepted if the same command made it.
         resume = self.options.resume and (not _is_finished(job) or entry is None)
