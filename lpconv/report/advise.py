@@ -8,8 +8,7 @@ from pathlib import PurePath
 from lpconv.layouts import SCHEMES
 from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
 from lpconv.report.document import Code, Document, Section, Table, Tile, Verdict, section, sections_of
-from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
-from lpconv.report.tensors import format_text
+from lpconv.report.numbers import MISSING, change_text, duration_text, format_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
 NOT_SMALLER = "not smaller than the model itself"
@@ -187,7 +186,7 @@ def _fastest(result: AdviceResult, row: AdviceRow) -> str:
 
 def _budget_text(result: AdviceResult, unit: str) -> str:
     quality = float(result.options["budget"]["quality"])
-    return f"{100 * quality:.2g} %" if unit == "output" else f"{number_text(quality)} nats"
+    return f"{100 * quality:.2g} %" if unit == "output" else f"{quality:.3g} nats"
 
 
 def nearest(result: AdviceResult, purpose: str) -> AdviceRow | None:

@@ -16,6 +16,7 @@ from lpconv.report.numbers import (
     count_text,
     duration_text,
     error_text,
+    format_text,
     kl_text,
     plural,
     rate_text,
@@ -28,8 +29,6 @@ from lpconv.report.tensor_charts import feedback_chart, flat_sqnr_text, rms_char
 from lpconv.report.tensors import (
     action_sections,
     converted_tensors,
-    format_text,
-    has_finer_scales,
     in_layer_order,
     layer_section,
     listed_tensors,
@@ -252,7 +251,7 @@ def _option_text(value: object) -> str:
 
 def form_name(result: ConvertResult) -> str:
     """What was written: a scheme of a third-party layout or a method, the format, and further settings that matter."""
-    is_foreign, is_finer = result.options.get("layout", "lpconv") != "lpconv", has_finer_scales(result)
+    is_foreign, is_finer = result.options.get("layout", "lpconv") != "lpconv", result.has_finer_scales
     alike = (n for n, s in SCHEMES.items() if s.layout and s.options.items() <= result.options.items()
              and s.calibrated == has_input_scales(result))  # fmt: skip
     is_told = result.method != "unit" or not (is_foreign or is_finer)

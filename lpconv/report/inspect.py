@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lpconv.report.convert import files_section
 from lpconv.report.document import Document, Table, Verdict, section, sections_of
-from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
-from lpconv.report.tensors import format_text
+from lpconv.report.numbers import count_text, format_text, number_text, plural, scale_text, shape_text, size_text
 from lpconv.results import InspectResult, StoredTensor
 
 _SHOWN = 5  # most notes without --all

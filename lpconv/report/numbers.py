@@ -1,4 +1,4 @@
-"""Text for numbers, lists and roles.
+"""Text for numbers, lists, formats and roles.
 
 A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB = 10^6 B).
 """
@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from lpconv.formats.spec import CODED
 
 if TYPE_CHECKING:  # the command line formats sizes before it loads any record
     from lpconv.results import RatioRecord
@@ -186,6 +188,11 @@ def power_text(log2: int) -> str:
 def raise_exponents(text: str) -> str:
     """Text with the exponents of powers of two (2^-7) as superscripts."""
     return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
+
+
+def format_text(name: str) -> str:
+    """A number format as reports name it; entropy-coded integers by what they are, because they take fewer bits."""
+    return "coded integers" if name == CODED.name else name
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

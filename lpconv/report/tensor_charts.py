@@ -9,16 +9,8 @@ from typing import TypeAlias
 
 from lpconv.formats.spec import CODED, FORMATS
 from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, Mark, Tick, number_axis, series_kind, stepped_axis
-from lpconv.report.numbers import name_list, number_text, plural, scale_text, share_text, sqnr_text
-from lpconv.report.tensors import (
-    converted_tensors,
-    format_text,
-    has_finer_scales,
-    in_layer_order,
-    layer_groups,
-    modules_of,
-    output_errors,
-)
+from lpconv.report.numbers import format_text, name_list, number_text, plural, scale_text, share_text, sqnr_text
+from lpconv.report.tensors import converted_tensors, in_layer_order, layer_groups, modules_of, output_errors
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 # Displayed part of a format's range; fp32 and bf16 reach to 2^±127, far beyond any weight.
@@ -39,7 +31,7 @@ def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
     Before is the RMS of the source; after is the RMS of the codes, rms / scale. None if nothing was measured, or if
     tensors have many scales, so that no single number describes their codes. `title` replaces the default title.
     """
-    if has_finer_scales(result) or any(t.points for t in result.tensors):
+    if result.has_finer_scales or any(t.points for t in result.tensors):
         return None
     tensors = [t for t in in_layer_order(converted_tensors(result.tensors)) if _as_stored(t, t.rms)]
     if not tensors:

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from lpconv.formats.spec import CODED
 from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import (
     MISSING,
     count_text,
     error_text,
+    format_text,
     number_text,
     plural,
     scale_text,
@@ -149,11 +149,6 @@ def layer_groups(tensors: Iterable[TensorRecord]) -> dict[str, list[TensorRecord
     return groups
 
 
-def has_finer_scales(result: ConvertResult) -> bool:
-    """Whether scales are finer than one per tensor."""
-    return bool(result.options.get("granularity", "tensor") != "tensor")
-
-
 def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, float] | None:
     """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
     pairs = ((r.nearest_error, r.output_error) for r in records if r is not None)
@@ -209,11 +204,6 @@ def action_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ..
     whole = Table(columns=(*columns, "<For example"), rows=tuple((*action_row(g), g[0].name) for g in groups))
     brief = Table(columns=columns, rows=tuple(map(action_row, groups)), most=_GROUPS)
     return section("What was done and why", whole, only="page"), section("Tensors", brief, only="terminal")
-
-
-def format_text(name: str) -> str:
-    """A number format as reports name it; entropy-coded integers by what they are, because they take fewer bits."""
-    return "coded integers" if name == CODED.name else name
 
 
 def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:

@@ -236,6 +236,11 @@ class ConvertResult(RunResult):
     calibration: CalibrationRecord | None = None
     card: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def has_finer_scales(self) -> bool:
+        """Whether scales are finer than one per tensor."""
+        return bool(self.options.get("granularity", "tensor") != "tensor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class InitResult(ConvertResult):
