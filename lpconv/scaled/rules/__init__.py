@@ -1,4 +1,4 @@
-"""The propagation rules: one file per class of ATen ops, collected here in a table from op to rule.
+"""The propagation rules: one file per class of ATen ops, with the ops of each rule; here, a table from op to rule.
 
 A rule's docstring gives its result as a (data, scale) pair. d_x and s_x are the data and scale of an operand x, d and s
 of the only operand, g the incoming gradient, r the factor of a contraction.
@@ -14,19 +14,20 @@ from lpconv.scaled.rules import add, layout, linear, multiply, native, nonlinear
 
 aten = torch.ops.aten
 
-CLASSES: dict[str, dict[Any, Rule]] = {
-    "layout": layout.RULES,
-    "multiply": multiply.RULES,
-    "add": add.RULES,
-    "non-linear": nonlinear.RULES,
-    "norm": norm.RULES,
-    "linear in the gradient": linear.RULES,
-    "plain": plain.RULES,
-    "own": own.RULES,
+_FILES = {
+    "layout": layout,
+    "multiply": multiply,
+    "add": add,
+    "non-linear": nonlinear,
+    "norm": norm,
+    "linear in the gradient": linear,
+    "plain": plain,
+    "own": own,
 }
-
+CLASSES: dict[str, dict[Any, Rule]] = {
+    name: {op: rule for rule, ops in file.OPS.items() for op in ops} for name, file in _FILES.items()
+}
 RULES: dict[Any, Rule] = {op: rule for rules in CLASSES.values() for op, rule in rules.items()}
-
 NATIVE_RULES: dict[Any, Rule] = {op: r for op, r in RULES.items() if op not in layout.SUMS} | native.RULES
 
 # Functional twins of in-place ops, if their name differs by more than the underscore.

@@ -169,10 +169,8 @@ def _joined(call: Call, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
     return Scaled(out.to(data_of(a).dtype) if "scatter" in call.op._opname else out, scale)
 
 
-def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _sum(call: Call, x: Scaled, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Scaled:
     """(Σd / r, s·r) with r = 2^⌊log2 √n⌋. 16-bit data are summed in fp32, since Σd itself may not fit."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
     dims = list(dims or range(x.data.dim()))
     r = contraction_factor(call, math.prod(x.data.shape[d] for d in dims if x.data.dim()))
     out = dtype or x.data.dtype
@@ -193,30 +191,20 @@ def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     return x.with_data(aten.clamp(x.data, *at_x))
 
 
-RULES: dict[Any, Rule] = {
-    aten.add.Tensor: _add,
-    aten.add.Scalar: _add,
-    aten.sub.Tensor: _sub,
-    aten.sub.Scalar: _sub,
-    aten.rsub.Scalar: _rsub,
-    aten.rsub.Tensor: _rsub,
-    aten.cat.default: _cat,
-    aten.stack.default: _cat,
-    aten.where.self: _where,
-    aten.index_put.default: _index_put,
-    aten.slice_scatter.default: _joined,
-    aten.select_scatter.default: _joined,
-    aten.scatter.src: _scatter,
-    aten.scatter_add.default: _scatter,
-    aten.index_add.default: _scatter,
-    aten.maximum.default: _joined,
-    aten.minimum.default: _joined,
-    aten.sum.dim_IntList: _sum,
-    aten.sum.default: _sum,
-    aten.clamp.default: _clamp,
-    aten.hardtanh.default: _clamp,
-    aten.clamp_min.default: _clamp,
-    aten.clamp_min.Tensor: _clamp,
-    aten.clamp_max.default: lambda call, x, high: _clamp(call, x, None, high),
-    aten.clamp.Tensor: _clamp,
-}
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _add: (aten.add.Tensor, aten.add.Scalar),
+    _sub: (aten.sub.Tensor, aten.sub.Scalar),
+    _rsub: (aten.rsub.Scalar, aten.rsub.Tensor),
+    _cat: (aten.cat.default, aten.stack.default),
+    _where: (aten.where.self,),
+    _index_put: (aten.index_put.default,),
+    _joined: (
+        aten.slice_scatter.default, aten.select_scatter.default, aten.maximum.default, aten.minimum.default,
+    ),
+    _scatter: (aten.scatter.src, aten.scatter_add.default, aten.index_add.default),
+    _sum: (aten.sum.dim_IntList, aten.sum.default),
+    _clamp: (
+        aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_min.Tensor,
+    ),
+    lambda call, x, high: _clamp(call, x, None, high): (aten.clamp_max.default,),
+}  # fmt: skip

@@ -13,26 +13,20 @@ from lpconv.scaled.scales import multiply, ratio, times
 aten = torch.ops.aten
 
 
-def layout(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+def layout(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Any:
     """(op(d), s) [Scalify §1.4: reshape, transpose, slice, neg, abs, reduce_max]."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
     out = call.op(x.data, *args, **kwargs)
     return x.with_data(out) if isinstance(out, Tensor) else [x.with_data(piece) for piece in out]
 
 
-def with_indices(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+def with_indices(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Any:
     """((op(d)_0, s), indices): max and min along a dimension, topk, sort; also dropout with its mask."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
     first, *rest = call.op(x.data, *args, **kwargs)
     return (x.with_data(first), *rest)
 
 
-def _embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
+def _embedding(call: Call, weight: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """(rows of d, s). Rows of a table are activations, even if the table itself is an exact operand elsewhere."""
-    if not isinstance(weight, Scaled):
-        return NotImplemented
     return Scaled(call.op(weight.data, *args, **kwargs), weight.scale)
 
 
@@ -94,10 +88,8 @@ def _unchanged(call: Call, x: Scaled) -> Scaled:
     return x
 
 
-def _insert_number(call: Call, x: Any, *places_and_fill: Any) -> Any:
+def _insert_number(call: Call, x: Scaled, *places_and_fill: Any) -> Scaled:
     """(op(d, …, fill/s), s); under a dynamic scale a fill other than 0 gives (op(value, …, fill), 1)."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
     *places, fill = places_and_fill
     if fill == 0:
         return x.with_data(call.op(x.data, *places, 0.0))
@@ -141,52 +133,38 @@ SUMS = (
     aten._fft_c2r.default,
 )
 
-RULES: dict[Any, Rule] = {
-    aten.scatter.value: _insert_number,
-    aten.index_fill.int_Scalar: _insert_number,
-    aten.var.correction: _variance,
-    aten._conj.default: _conjugate,
-    aten._neg_view.default: _conjugate,
-    aten.copy.default: _copy,
-    aten.fill.Scalar: _fill,
-    aten.fill.Tensor: _fill,
-    aten.detach.default: _unchanged,
-    aten.alias.default: _unchanged,
-    aten._to_copy.default: _to_copy,
-    aten.embedding.default: _embedding,
-    aten.constant_pad_nd.default: lambda call, x, padding, fill=0.0: _insert_number(call, x, padding, fill),
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.max.dim: with_indices,
-    aten.min.dim: with_indices,
-    aten.topk.default: with_indices,
-    aten.sort.default: with_indices,
-    aten.median.dim: with_indices,
-    aten.kthvalue.default: with_indices,
-    aten.cummax.default: with_indices,
-    aten.cummin.default: with_indices,
-    aten.native_dropout.default: with_indices,
-    aten.max_pool2d_with_indices.default: with_indices,
-    **dict.fromkeys(
-        (
-            # other shapes and orders
-            aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.as_strided.default,
-            aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.unsqueeze.default,
-            aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flip.default, aten.roll.default,
-            aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
-            # copies and parts
-            aten.clone.default, aten.repeat.default, aten.unfold.default, aten.slice.Tensor, aten.select.int,
-            aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.index.Tensor,
-            aten.index_select.default, aten.gather.default, aten.diagonal.default, aten.tril.default, aten.triu.default,
-            # homogeneous functions, averages and extrema
-            aten.neg.default, aten.abs.default, aten.relu.default, aten.leaky_relu.default, aten.cumsum.default,
-            aten.mean.default, aten.mean.dim, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
-            aten.upsample_bicubic2d.default, aten.upsample_bilinear2d.default, aten.im2col.default,
-            aten.view_as_complex.default, aten.std.correction, *SUMS,
-            # backward passes of some of these
-            aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default,
-            aten.unfold_backward.default, aten.native_dropout_backward.default,
-        ),
-        layout,
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _insert_number: (aten.scatter.value, aten.index_fill.int_Scalar),
+    _variance: (aten.var.correction,),
+    _conjugate: (aten._conj.default, aten._neg_view.default),
+    _copy: (aten.copy.default,),
+    _fill: (aten.fill.Scalar, aten.fill.Tensor),
+    _unchanged: (aten.detach.default, aten.alias.default),
+    _to_copy: (aten._to_copy.default,),
+    _embedding: (aten.embedding.default,),
+    lambda call, x, padding, fill=0.0: _insert_number(call, x, padding, fill): (aten.constant_pad_nd.default,),
+    _masked_fill: (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+    with_indices: (
+        aten.max.dim, aten.min.dim, aten.topk.default, aten.sort.default, aten.median.dim, aten.kthvalue.default,
+        aten.cummax.default, aten.cummin.default, aten.native_dropout.default, aten.max_pool2d_with_indices.default,
+    ),
+    layout: (
+        # other shapes and orders
+        aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.as_strided.default,
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.unsqueeze.default,
+        aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flip.default, aten.roll.default,
+        aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
+        # copies and parts
+        aten.clone.default, aten.repeat.default, aten.unfold.default, aten.slice.Tensor, aten.select.int,
+        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.index.Tensor,
+        aten.index_select.default, aten.gather.default, aten.diagonal.default, aten.tril.default, aten.triu.default,
+        # homogeneous functions, averages and extrema
+        aten.neg.default, aten.abs.default, aten.relu.default, aten.leaky_relu.default, aten.cumsum.default,
+        aten.mean.default, aten.mean.dim, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
+        aten.upsample_bicubic2d.default, aten.upsample_bilinear2d.default, aten.im2col.default,
+        aten.view_as_complex.default, aten.std.correction, *SUMS,
+        # backward passes of some of these
+        aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default,
+        aten.unfold_backward.default, aten.native_dropout_backward.default,
     ),
 }  # fmt: skip

@@ -142,27 +142,25 @@ def _solve(call: Call, triangle: Any, x: Any, **kwargs: Any) -> Any:
     return Scaled(call.op(value(triangle).to(wide.dtype), wide, **kwargs).to(data.dtype), scale)
 
 
-RULES: dict[Any, Rule] = {
-    aten.linalg_solve_triangular.default: _solve,
-    aten.threshold_backward.default: threshold,
-    aten._softmax_backward_data.default: softmax,
-    aten._log_softmax_backward_data.default: _log_softmax,
-    aten.nll_loss_backward.default: _nll_loss,
-    aten.nll_loss2d_backward.default: _nll_loss,
-    aten.mse_loss_backward.default: _mean_squared,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
-    aten._scaled_dot_product_flash_attention_backward.default: attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
-    **dict.fromkeys(
-        (
-            aten.gelu_backward.default, aten.silu_backward.default, aten.mish_backward.default,
-            aten.hardswish_backward.default, aten.elu_backward.default, aten.leaky_relu_backward.default,
-            aten.tanh_backward.default, aten.sigmoid_backward.default, aten.softplus_backward.default,
-            aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default,
-            aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default,
-            aten.upsample_bicubic2d_backward.default, aten.upsample_bilinear2d_backward.default,
-        ),
-        linear,
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _solve: (aten.linalg_solve_triangular.default,),
+    threshold: (aten.threshold_backward.default,),
+    softmax: (aten._softmax_backward_data.default,),
+    _log_softmax: (aten._log_softmax_backward_data.default,),
+    _nll_loss: (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
+    _mean_squared: (aten.mse_loss_backward.default,),
+    attention_backward: (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    ),
+    efficient_attention_backward: (aten._scaled_dot_product_efficient_attention_backward.default,),
+    linear: (
+        aten.gelu_backward.default, aten.silu_backward.default, aten.mish_backward.default,
+        aten.hardswish_backward.default, aten.elu_backward.default, aten.leaky_relu_backward.default,
+        aten.tanh_backward.default, aten.sigmoid_backward.default, aten.softplus_backward.default,
+        aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default,
+        aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default,
+        aten.upsample_bicubic2d_backward.default, aten.upsample_bilinear2d_backward.default,
     ),
 }  # fmt: skip

@@ -79,9 +79,9 @@ def _rsqrt(call: Call, x: Scaled) -> Any:
     return Scaled(torch.rsqrt(times(x.data, factor)), ratio(1.0, half))
 
 
-def power(call: Call, x: Any, exponent: Any) -> Any:
+def power(call: Call, x: Scaled, exponent: Any) -> Any:
     """(d^y, s^y) for integer y, square roots for y = ±½, and ((d·s)^y, 1) if s^y is not a valid scale."""
-    if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
+    if not isinstance(exponent, (int, float)):
         return NotImplemented
     if exponent == 0.5:
         return _sqrt(call, x)
@@ -192,24 +192,18 @@ def _terms(weight: Tensor, settings: Sequence[Any]) -> tuple[float, float]:
     return (scattered, gathered) if is_transposed else (gathered, scattered)
 
 
-RULES: dict[Any, Rule] = {
-    aten.mul.Tensor: _mul,
-    aten.mul.Scalar: _mul,
-    aten.div.Tensor: _div,
-    aten.div.Scalar: _div,
-    aten.reciprocal.default: _reciprocal,
-    aten.sqrt.default: _sqrt,
-    aten.rsqrt.default: _rsqrt,
-    aten.pow.Tensor_Scalar: power,
-    aten.prod.default: _prod,
-    aten.prod.dim_int: _prod,
-    aten.mm.default: _matmul,
-    aten.bmm.default: _matmul,
-    aten.mv.default: _matrix_vector,
-    aten.dot.default: _matrix_vector,
-    aten.addmm.default: _add_matmul,
-    aten.baddbmm.default: _add_matmul,
-    aten._grouped_mm.default: _grouped_matmul,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _mul: (aten.mul.Tensor, aten.mul.Scalar),
+    _div: (aten.div.Tensor, aten.div.Scalar),
+    _reciprocal: (aten.reciprocal.default,),
+    _sqrt: (aten.sqrt.default,),
+    _rsqrt: (aten.rsqrt.default,),
+    power: (aten.pow.Tensor_Scalar,),
+    _prod: (aten.prod.default, aten.prod.dim_int),
+    _matmul: (aten.mm.default, aten.bmm.default),
+    _matrix_vector: (aten.mv.default, aten.dot.default),
+    _add_matmul: (aten.addmm.default, aten.baddbmm.default),
+    _grouped_matmul: (aten._grouped_mm.default,),
+    _convolution: (aten.convolution.default,),
+    _convolution_backward: (aten.convolution_backward.default,),
 }

@@ -73,13 +73,11 @@ def averaged_size_alike(num_keys: int, is_causal: bool, size: float = 1.0) -> fl
     return math.sqrt(averaged_size(num_keys, is_causal, size))
 
 
-def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+def _softmax(call: Call, x: Scaled, dim: int, *args: Any) -> Scaled:
     """(c·softmax(d·s), 1/c), c = √S over the predicted size of S keys' average, at most 2^8: elements have size 1.
 
     Raises `UnsupportedError` for scores whose predicted size is far from 1: attention without its 1/√d.
     """
-    if not isinstance(x, Scaled):
-        return NotImplemented
     if isinstance(x.scale, float) and x.scale > LARGEST_SCORE:
         raise UnsupportedError(
             f"method native has no rule for {call.op} over scores of size {x.scale:.3g}: it would start one-hot",
@@ -218,9 +216,9 @@ def _div(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(data_a / data_b, ratio(scale_a, scale_b))
 
 
-def _power(call: Call, x: Any, exponent: Any) -> Any:
+def _power(call: Call, x: Scaled, exponent: Any) -> Any:
     """(d^y, s^y) for every number y."""
-    if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
+    if not isinstance(exponent, (int, float)):
         return NotImplemented
     return Scaled(torch.pow(x.data, exponent), static(x.scale) ** exponent)
 
@@ -290,7 +288,6 @@ _FORWARD = {
     **dict.fromkeys(("gelu", "silu", "mish", "hardswish", "elu"), nonlinear.activation),
     **dict.fromkeys(("softplus", "tanh", "sigmoid"), nonlinear.unit),
 }
-_BACKWARD_OPS = {"relu": aten.threshold_backward.default}
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add),
@@ -303,11 +300,11 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _add_matmul),
     **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default), _softmax),
     aten._softmax_backward_data.default: _softmax_backward,
-    **{op: _attention for op, rule in nonlinear.RULES.items() if rule is nonlinear.attention},
+    **dict.fromkeys(nonlinear.OPS[nonlinear.attention], _attention),
     **{
         op: _attention_backward(rule)
-        for op, rule in linear.RULES.items()
-        if rule in (linear.attention_backward, linear.efficient_attention_backward)
+        for rule in (linear.attention_backward, linear.efficient_attention_backward)
+        for op in linear.OPS[rule]
     },
     **dict.fromkeys((aten.cat.default, aten.stack.default), _cat),
     **dict.fromkeys(
@@ -322,9 +319,9 @@ RULES: dict[Any, Rule] = {
         getattr(aten, name).default: _with_factor(rule, ACTIVATIONS[name][0])
         for name, rule in _FORWARD.items()
     },
+    aten.threshold_backward.default: _with_factor(linear.threshold, ACTIVATIONS["relu"][1]),
     **{
-        op: _with_factor(linear.RULES[op], ACTIVATIONS[name][1])
-        for name in _FORWARD
-        for op in (_BACKWARD_OPS.get(name) or getattr(aten, f"{name}_backward").default,)
+        getattr(aten, f"{name}_backward").default: _with_factor(linear.linear, ACTIVATIONS[name][1])
+        for name in _FORWARD if name != "relu"
     },
 }  # fmt: skip

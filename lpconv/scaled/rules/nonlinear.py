@@ -14,20 +14,16 @@ aten = torch.ops.aten
 SOFTMAX_MAX_GAIN = 2.0**8  # one-hot rows reach 1·gain, which must stay below 448, the top of e4m3fn
 
 
-def unit(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+def unit(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """(f(d·s), 1): functions with a bounded result, or with an unpredictable scale [Scalify §1.4, exp]."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
     return Scaled(call.op(value(x), *args, **kwargs).to(x.data.dtype), 1.0)
 
 
-def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+def activation(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """(f(d·s)/s, s) for f(x) = x·g(x) with 0 ≤ g ≤ 1, roughly: gelu, silu and similar keep the scale [Scalify C.1].
 
     The reference computes d·g(d·s); dividing f by a power of two gives the same number, with f's own rounding.
     """
-    if not isinstance(x, Scaled):
-        return NotImplemented
     x = with_nonzero_scale(x)
     out = call.op(value(x), *args, **kwargs)
     return Scaled(times(out, ratio(1.0, x.scale)).to(x.data.dtype), x.scale)
@@ -38,25 +34,21 @@ def num_keys(scores: Tensor, dim: int) -> int:
     return max(1, scores.shape[dim]) if scores.dim() else 1
 
 
-def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+def _softmax(call: Call, x: Scaled, dim: int, *args: Any) -> Scaled:
     """(c·softmax(d·s), 1/c), c = 2^⌊log2 S⌋ for S keys: uniform attention has data 1 [unit scaling A.2].
 
     c is at most 2^8, the one-hot limit of e4m3fn.
     """
-    if not isinstance(x, Scaled):
-        return NotImplemented
     out = call.op(value(x), dim, *args)
     gain = min(float(pow2_floor(float(num_keys(out, dim)))), SOFTMAX_MAX_GAIN) if call.numerics.unit_factors else 1.0
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 
-def _log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
+def _log_softmax(call: Call, x: Scaled, dim: int, half_to_float: bool) -> Scaled:
     """(log_softmax(d·s), 1), exact, because the backward pass begins at the loss head.
 
     16-bit data, including bf16, give fp16: log-probabilities fit its range, and bf16 would be 8 times coarser.
     """
-    if not isinstance(x, Scaled):
-        return NotImplemented
     out = aten._log_softmax.default(value(x), dim, False)
     return Scaled(out.half() if x.data.itemsize == 2 else out, 1.0, Role.EXACT)
 
@@ -107,32 +99,23 @@ def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, scale: float
     return (Scaled(out, scale_v), *others)
 
 
-RULES: dict[Any, Rule] = {
-    aten._softmax.default: _softmax,
-    aten._safe_softmax.default: _softmax,
-    aten._log_softmax.default: _log_softmax,
-    aten.pow.Tensor_Tensor: _of_two,
-    aten.pow.Scalar: _of_two,
-    aten.xlogy.Tensor: _of_two,
-    aten.atan2.default: _of_two,
-    aten.logaddexp.default: _of_two,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
-    aten._scaled_dot_product_flash_attention.default: attention,
-    aten._scaled_dot_product_cudnn_attention.default: attention,
-    aten._scaled_dot_product_efficient_attention.default: attention,
-    **dict.fromkeys(
-        (
-            aten.gelu.default, aten.silu.default, aten.mish.default, aten.hardswish.default, aten.elu.default,
-            aten.logsumexp.default,
-        ),
-        activation,
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _softmax: (aten._softmax.default, aten._safe_softmax.default),
+    _log_softmax: (aten._log_softmax.default,),
+    _of_two: (
+        aten.pow.Tensor_Tensor, aten.pow.Scalar, aten.xlogy.Tensor, aten.atan2.default, aten.logaddexp.default,
     ),
-    **dict.fromkeys(
-        (
-            aten.tanh.default, aten.sigmoid.default, aten.softplus.default, aten.erf.default, aten.sin.default,
-            aten.cos.default, aten.exp.default, aten.expm1.default, aten.log.default, aten.log1p.default,
-            aten.atan.default, aten.cumprod.default,
-        ),
-        unit,
+    attention: (
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    ),
+    activation: (
+        aten.gelu.default, aten.silu.default, aten.mish.default, aten.hardswish.default, aten.elu.default,
+        aten.logsumexp.default,
+    ),
+    unit: (
+        aten.tanh.default, aten.sigmoid.default, aten.softplus.default, aten.erf.default, aten.sin.default,
+        aten.cos.default, aten.exp.default, aten.expm1.default, aten.log.default, aten.log1p.default,
+        aten.atan.default, aten.cumprod.default,
     ),
 }  # fmt: skip

@@ -63,10 +63,10 @@ def _batch_norm(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
     return (Scaled(out.to(data_of(x).dtype), 1.0), *statistics)
 
 
-RULES: dict[Any, Rule] = {
-    aten.native_batch_norm.default: _batch_norm,
-    aten._native_batch_norm_legit.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: _batch_norm,
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-}
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _batch_norm: (
+        aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+    ),
+    _layer_norm: (aten.native_layer_norm.default,),
+    _layer_norm_backward: (aten.native_layer_norm_backward.default,),
+}  # fmt: skip

@@ -143,13 +143,10 @@ def _as_exact(call: Call, x: Scaled) -> Scaled:
     return Scaled(x.data, x.scale, Role.EXACT)
 
 
-RULES: dict[Any, Rule] = {
-    op._opoverload: rule
-    for op, rule in (
-        (leave, _leave),
-        (seed, _seed),
-        (rebalance, _rebalance),
-        (as_exact, _as_exact),
-        (recentre, _recentre),
-    )
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _leave: (leave._opoverload,),
+    _seed: (seed._opoverload,),
+    _rebalance: (rebalance._opoverload,),
+    _as_exact: (as_exact._opoverload,),
+    _recentre: (recentre._opoverload,),
 }

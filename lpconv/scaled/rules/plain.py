@@ -61,33 +61,24 @@ def _vector_norm(call: Call, x: Scaled, *args: Any, dtype: torch.dtype | None = 
     return value(norm) if x.role is Role.GRADIENT else Scaled(norm.data.to(dtype or x.data.dtype), x.scale)
 
 
-RULES: dict[Any, Rule] = {
-    aten.nll_loss_forward.default: _nll_loss,
-    aten.nll_loss2d_forward.default: _nll_loss,
-    aten.mse_loss.default: loss,
-    aten.binary_cross_entropy_with_logits.default: loss,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.new_empty_strided.default: _zeros,
-    aten.isnan.default: _classify,
-    aten.isinf.default: _classify,
-    aten.isfinite.default: _classify,
-    aten.zeros_like.default: _zeros,
-    aten.new_zeros.default: _new_zeros,
-    **dict.fromkeys(
-        (
-            aten.argmax.default, aten.argmin.default, aten.sign.default, aten.sgn.default, aten.is_same_size.default,
-            aten.empty_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
-            aten.new_empty.default, aten.new_ones.default, aten.new_full.default,
-        ),
-        _on_data,
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+OPS: dict[Rule, tuple[Any, ...]] = {
+    _nll_loss: (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+    loss: (aten.mse_loss.default, aten.binary_cross_entropy_with_logits.default),
+    _vector_norm: (aten.linalg_vector_norm.default,),
+    _zeros: (aten.new_empty_strided.default, aten.zeros_like.default),
+    _new_zeros: (aten.new_zeros.default,),
+    _classify: (aten.isnan.default, aten.isinf.default, aten.isfinite.default),
+    _on_data: (
+        aten.argmax.default, aten.argmin.default, aten.sign.default, aten.sgn.default, aten.is_same_size.default,
+        aten.empty_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+        aten.new_empty.default, aten.new_ones.default, aten.new_full.default,
     ),
-    **dict.fromkeys(
-        (
-            aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.all.default,
-            aten.any.default, aten.bernoulli.default, aten.multinomial.default,
-            *(getattr(aten, n).Tensor for n in ("eq", "ne", "lt", "le", "gt", "ge")),
-        ),
-        _on_values,
+    _on_values: (
+        aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.all.default,
+        aten.any.default, aten.bernoulli.default, aten.multinomial.default,
+        *(getattr(aten, n).Tensor for n in _COMPARISONS),
     ),
-    **dict.fromkeys((getattr(aten, n).Scalar for n in ("eq", "ne", "lt", "le", "gt", "ge")), _compared_with),
+    _compared_with: tuple(getattr(aten, n).Scalar for n in _COMPARISONS),
 }  # fmt: skip
