@@ -85,12 +85,12 @@ class TileScales:
             finite = torch.isfinite(value)
             value = value.masked_fill(~finite, 0.0)
             parts = self._magnitudes(value, spare)
-            missing = self._reduce_columns((~finite).float(), lambda t: t.sum(-1))
+            missing = self.reduce_columns((~finite).float(), lambda t: t.sum(-1))
         if not self.grain.fits(self.format):
             parts["norm"] = self._norms(value, spare)
             parts["missing"] = torch.zeros(parts["absmax"].shape) if missing is None else missing
         if self._keeps_all:
-            parts["last_bit"] = self._reduce_columns(_last_bits(value), _amin)
+            parts["last_bit"] = self.reduce_columns(_last_bits(value), _amin)
         return parts, largest
 
     def join(self, parts: Sequence[Parts]) -> Parts:
@@ -128,17 +128,17 @@ class TileScales:
         torch compares integers many times faster, and without signs the bits have the order of the magnitudes.
         """
         if self.width >= _WIDE:
-            return torch.maximum(self._reduce_columns(value, _amax), -self._reduce_columns(value, _amin))
+            return torch.maximum(self.reduce_columns(value, _amax), -self.reduce_columns(value, _amin))
         bits = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_and(value.view(torch.int32), 0x7FFFFFFF, out=bits)
-        return self._reduce_columns(bits, _amax).view(torch.float32)
+        return self.reduce_columns(bits, _amax).view(torch.float32)
 
     def _ends(self, value: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
         """The largest number of each part and the negated smallest, 0 if there is none, from bit patterns."""
         bits = value.view(torch.int32)
         flipped = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_xor(bits, _SIGN, out=flipped)
-        positive, negative = (self._reduce_columns(x, _amax).clamp_min_(0).view(torch.float32) for x in (bits, flipped))
+        positive, negative = (self.reduce_columns(x, _amax).clamp_min_(0).view(torch.float32) for x in (bits, flipped))
         return positive, negative
 
     def _norms(self, value: Tensor, spare: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class TileScales:
         uncertain, near a power of two or beyond the range of fp32 squares, are computed again.
         """
         if not self._is_pow2 or self.grain.tile != (1, 0):
-            return self._reduce_columns(value, functools.partial(_norm, spare=spare))
+            return self.reduce_columns(value, functools.partial(_norm, spare=spare))
         norms_fp32: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
         rms = (norms_fp32 / math.sqrt(self.width)).numpy().view(np.int32)
         unsure = ((rms + _NEAR & 0x7FFFFF) < 2 * _NEAR) | (rms < _LOW) | (rms > _HIGH)
@@ -167,8 +167,8 @@ class TileScales:
         """Columns of a tile."""
         return self.grain.sizes(*self.matrix)[1]
 
-    def _reduce_columns(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Reduce rows [h, cols] over each tile's part: [h, tiles]."""
+    def reduce_columns(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """Reduce rows [h, cols] over each tile's part, of which the last may be smaller: [h, tiles]."""
         (height, cols), width = x.shape, self.width
         whole = cols // width * width
         if whole == cols:
@@ -354,15 +354,9 @@ class ScaleSearch:
         squares = error.view(rows.shape)
         for factor in factors:
             nearest_code_(torch.div(tiled, factor, out=error), self.rule.format).mul_(factor).sub_(tiled).square_()
-            sums.append(_sum_tiles(squares if weights is None else squares.mul_(weights), self.rule.width))
+            weighted = squares if weights is None else squares.mul_(weights)
+            sums.append(self.rule.reduce_columns(weighted, lambda t: t.sum(-1)))
         return sums
-
-
-def _sum_tiles(rows: Tensor, width: int) -> Tensor:
-    """Rows [rows, cols] summed over parts of `width` columns, of which the last may be smaller: [rows, tiles]."""
-    (height, cols), count = rows.shape, rows.shape[1] // width
-    sums = rows[:, : count * width].view(height, count, width).sum(-1)
-    return sums if count * width == cols else torch.cat([sums, rows[:, count * width :].sum(1, keepdim=True)], 1)
 
 
 def best_scales(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
