@@ -125,8 +125,10 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
                 )
             )
             progress.advance(a.entries[name].info.num_bytes)
-        problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         reshaped = [n for n in ours.forms if n in theirs.forms and n not in both]
+        problems = [*_missing_tensors(ours, theirs, "the reference")]
+        problems += [f"{code_list(reshaped)}: different shape in the reference"] if reshaped else []
+        problems += _missing_tensors(theirs, ours, "it")
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
     odd = unusual({r.name: r.rounding for r in records if r.rounding})
     for i, r in enumerate(records):
@@ -166,9 +168,6 @@ def _missing_tensors(one: StoredTensors, other: StoredTensors, who: str) -> Iter
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
         yield f"{code_list(absent)}: missing in {who}"
-    reshaped = [n for n, form in one.forms.items() if n in other.forms and other.forms[n].shape != form.shape]
-    if reshaped and who != "it":  # report it once
-        yield f"{code_list(reshaped)}: different shape in {who}"
 
 
 def _compare(a: Source, b: Source, name: str) -> _WeightSums:
