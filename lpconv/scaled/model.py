@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -385,23 +385,9 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(**batch)
     else:
-        counting = replace(scaling, saved=_Counting(scaling.saved, keep))
-        model.lpconv_scaling = counting  # type: ignore[assignment]  # not a module or tensor
+        scaling.saved.note = keep
         try:
             model(**batch)
         finally:
-            model.lpconv_scaling = scaling  # type: ignore[assignment]
+            scaling.saved.note = None
     return sum(storage.nbytes() for storage in storages.values())
-
-
-class _Counting(SavedCodes):
-    """`SavedCodes` that reports each saved tensor to `keep`."""
-
-    def __init__(self, saved: SavedCodes, keep: Any) -> None:
-        super().__init__(saved.format)
-        self.keep = keep
-
-    def pack(self, x: Tensor) -> Any:
-        packed = super().pack(x)
-        self.keep(packed if isinstance(packed, Tensor) else packed.coded.codes)
-        return packed

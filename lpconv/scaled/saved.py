@@ -7,7 +7,7 @@ Log-probabilities of 16-bit logits that a model computed in fp32 are stored in f
 bf16 logits. Under torch.compile the partitioner decides what is saved, and these hooks are not used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,11 +38,12 @@ class SavedCodes:
     """Saves the scaled activations of a model's forward pass as codes of `format`.
 
     A tensor that several ops save (the input of Q, K and V) is encoded once: codes are cached by storage while the
-    forward pass runs and the storage exists.
+    forward pass runs and the storage exists. `note`, if set, is called with the codes, or with a tensor saved as it is.
     """
 
     def __init__(self, format: str) -> None:
         self.format, self.carrier = format, torch.float32
+        self.note: Callable[[Tensor], object] | None = None
         self._codes: dict[tuple[int, int, int], tuple[StorageWeakRef, Coded]] = {}
 
     @contextmanager
@@ -50,10 +51,16 @@ class SavedCodes:
         """Save codes inside the context; activations are in `carrier` unless a model widens them."""
         self.carrier = carrier
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack_noted, self.unpack):
                 yield
         finally:
             self._codes.clear()
+
+    def _pack_noted(self, x: Tensor) -> Any:
+        packed = self.pack(x)
+        if self.note is not None:
+            self.note(packed.coded.codes if isinstance(packed, _Packed) else packed)
+        return packed
 
     def pack(self, x: Tensor) -> Any:
         """Encode a scaled activation, or exact fp32 next to a 16-bit carrier as fp16; other tensors are unchanged.
