@@ -152,7 +152,7 @@ class Engine:
     def _encode(
         self, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: dict[str, Measurement]
     ) -> list[TensorRecord]:
-        sums = {t.name: _Sums(stats=measured[t.name].stats if t.name in measured else None) for t in tensors}
+        done: dict[str, list[tuple[BlockFacts | None, EncodedBlock]]] = {t.name: [] for t in tensors}
         encode = functools.partial(self._encode_block, files=files, measured=measured)
         with closing(self._workers.in_order(tensor_blocks(tensors), encode)) as results:
             for block, (work, statistics, encoded) in results:
@@ -161,9 +161,9 @@ class Engine:
                     if part.name in file.gaps and block.stop == block.tensor.info.num_elements:
                         file.part.append(file.gaps[part.name])
                 self._workers.give(work)
-                sums[block.tensor.name].add(statistics, encoded)
+                done[block.tensor.name].append((statistics, dataclasses.replace(encoded, data=())))
                 self._progress.advance(block.source_bytes)
-        return [self._record(t, sums[t.name], measured) for t in tensors]
+        return [self._record(t, done[t.name], measured) for t in tensors]
 
     def _encode_block(
         self, block: TensorBlock, *, files: Sequence[_Output], measured: dict[str, Measurement]
@@ -185,31 +185,19 @@ class Engine:
             self._workers.give(work)
             raise
 
-    def _record(self, t: PlannedTensor, sums: "_Sums", measured: dict[str, Measurement]) -> TensorRecord:
+    def _record(
+        self, t: PlannedTensor, blocks: list[tuple[BlockFacts | None, EncodedBlock]], measured: dict[str, Measurement]
+    ) -> TensorRecord:
         """The record of a written tensor. Replaces a prediction in `measured` by the statistics of all blocks."""
-        if sums.looked:
-            measured[t.name] = self._workers.conclude(t, sums.looked)
-            sums.stats = measured[t.name].stats
-        statistics = measured.get(t.name, Measurement())
-        return tensor_record(t, t.form.scale(statistics.side), sums.stats, sums.error, statistics)
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Sums:
-    """Sums over the blocks of a tensor so far; None if not measured. `looked` is for checking a prediction."""
-
-    stats: BlockStats | None
-    error: BlockError | None = None
-    looked: list[BlockFacts] = dataclasses.field(default_factory=list)
-
-    def add(self, statistics: BlockFacts | None, encoded: EncodedBlock) -> None:
-        """Add one block."""
-        if encoded.error is not None:
-            self.error = (self.error or BlockError()) + encoded.error
-        if encoded.stats is not None:
-            self.stats = (self.stats or BlockStats()) + encoded.stats
-        if statistics is not None:
-            self.looked.append(statistics)
+        if looked := [facts for facts, _ in blocks if facts is not None]:
+            measured[t.name] = self._workers.conclude(t, looked)
+        stats = [encoded.stats for _, encoded in blocks if encoded.stats is not None]
+        errors = [encoded.error for _, encoded in blocks if encoded.error is not None]
+        error = sum(errors, BlockError()) if errors else None
+        if t.name not in measured:
+            return tensor_record(t, None, sum(stats, BlockStats()) if stats else None, error, Measurement())
+        statistics = measured[t.name]
+        return tensor_record(t, t.form.scale(statistics.side), statistics.stats, error, statistics)
 
 
 def _is_confirmed(assumed: Measurement, measured: Measurement) -> bool:
