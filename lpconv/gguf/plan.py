@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS, OF_DTYPE
@@ -22,9 +22,6 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import Header, TensorInfo, lay_out
 from lpconv.storage.source import Source
 from lpconv.storage.staging import MARKER
-
-if TYPE_CHECKING:
-    pass
 
 _ALIGNMENT = 32
 
