@@ -1,6 +1,7 @@
 """Read a LoRA adapter in PEFT's format and add it to a model: W + (α/r) B A (Hu et al. 2021, arXiv 2106.09685)."""
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of names
 # Settings that say nothing about the product, or that `Adapter.scale` and the tensors account for.
 _KNOWN = {
-    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type",
     "use_rslora",
@@ -46,8 +47,9 @@ class Adapter:
         unknown = sorted(n for n, x in config.items() if n not in _KNOWN and x and (n, x) != ("bias", "none"))
         if config.get("init_lora_weights") not in _STARTS:
             unknown.append("init_lora_weights")
-        if not isinstance(config.get("lora_alpha", 8), (int, float)):
-            raise InputError(f"`{folder / ADAPTER}` has no number as `lora_alpha`", hint="save the adapter again")
+        alphas = {"lora_alpha": config.get("lora_alpha", 8), **(config.get("alpha_pattern") or {})}
+        if wrong := [n for n, x in alphas.items() if not isinstance(x, (int, float))]:
+            raise InputError(f"`{folder / ADAPTER}` has no number as `{wrong[0]}`", hint="save the adapter again")
         if config.get("peft_type") != "LORA" or unknown:
             what = f"sets {code_list(unknown)}" if unknown else f"is of type {config.get('peft_type')}"
             raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
@@ -75,9 +77,12 @@ class Adapter:
                 )
         return cls(folder=folder, config=config, modules=tuple(modules))
 
-    def scale(self, rank: int) -> float:
+    def scale(self, module: str, rank: int) -> float:
         """The factor of B A. PEFT divides by √r for rank-stabilised LoRA (Kalajdzievski 2023, arXiv 2312.03732)."""
-        return float(self.config.get("lora_alpha", 8)) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        patterns = self.config.get("alpha_pattern") or {}
+        own = [x for pattern, x in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]  # the first decides
+        alpha = float((own or [self.config.get("lora_alpha", 8)])[0])
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def merge_into(self, model: Any) -> None:
         """Add the products to the weights of a model in fp32."""
@@ -92,6 +97,6 @@ class Adapter:
             layer = layers.get(name) or next((x for n, x in layers.items() if is_same_name(n, name)), None)
             if layer is None:  # transformers has made it a part of another one, such as stacked experts
                 raise UnsupportedError(f"the model computes `{name}` in no linear layer of its own", hint=_HINT)
-            update = (b @ a).mul_(self.scale(len(a)))
+            update = (b @ a).mul_(self.scale(name, len(a)))
             weight: Any = layer.module.weight
             weight.data += update.T if layer.kind == "Conv1D" else update  # Conv1D stores Wᵀ

@@ -86,7 +86,10 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_alpha": 3}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_rslora": True}, {"lora_alpha": 3}, {"alpha_pattern": {r"0\..*": 12, "(self_)?attn.[cq]_.*": 1, "mlp": 7}}],
+)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_merged_weight_is_that_of_the_formula_and_of_peft(
     family: str, settings: dict[str, Any], tmp_path: Path
@@ -97,13 +100,15 @@ def test_the_merged_weight_is_that_of_the_formula_and_of_peft(
     shapes = {n: tuple(p.shape) for n, p in before.items()}
     Adapter.open(folder, shapes, shapes).merge_into(model)
 
-    factor = settings.get("lora_alpha", 4) / (2 if "use_rslora" in settings else 4)
+    rank = 2 if "use_rslora" in settings else 4
     tensors, num_changed = load_file(folder / WEIGHTS), 0
     for name, p in model.named_parameters():
         pair = [f"base_model.model.{name.removesuffix('.weight')}.lora_{end}.weight" for end in "AB"]
         wanted = before[name].double()
         if pair[0] in tensors:
-            update = factor * (tensors[pair[1]].double() @ tensors[pair[0]].double())
+            own = 12 if ".0." in name else 1 if "attn.c_" in name or "attn.q_" in name else 4
+            alpha = own if "alpha_pattern" in settings else settings.get("lora_alpha", 4)
+            update = alpha / rank * (tensors[pair[1]].double() @ tensors[pair[0]].double())
             wanted += update.T if family == "gpt2" else update
         torch.testing.assert_close(p.double(), wanted, rtol=1e-6, atol=1e-6)
         num_changed += not torch.equal(p, before[name])
@@ -248,7 +253,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[LpconvError]]] = {
     "DoRA": (_edit(use_dora=True), UnsupportedError),
     "another kind": (_edit(peft_type="IA3"), UnsupportedError),
     "trained biases": (_edit(bias="all"), UnsupportedError),
-    "other factors by layer": (_edit(alpha_pattern={"q_proj": 8}), UnsupportedError),
+    "no factor of a layer": (_edit(alpha_pattern={"q_proj": None}), InputError),
     "a start that changes the base": (_edit(init_lora_weights="pissa"), UnsupportedError),
     "a setting from the future": (_edit(new_kind={"a": 1}), UnsupportedError),
     "magnitudes": (_rename("layers.0.mlp.up_proj.lora_B", "layers.0.mlp.up_proj.lora_magnitude"), UnsupportedError),
