@@ -15,6 +15,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
 from lpconv.storage.checkpoint import Checkpoint, Openable, name_of
 from lpconv.storage.contents import check_config, read_json
+from lpconv.storage.staging import check_apart
 from lpconv.train.data import check_data
 from lpconv.train.folder import asked_for, check_folder
 from lpconv.train.options import OWN_PACKAGE, FinetuneOptions, check_options, check_start, not_planned, task_in
@@ -56,6 +57,8 @@ def finetune(
     twin = base_of_twin(checkpoint, options.source) if has_adapters else None
     for used in filter(None, (checkpoint, start.source if start else None, twin)):
         used.check_apart(output)
+    if start is not None and start.adapter is not None:
+        check_apart(start.adapter.folder, output)
     check_seq_len(options.seq_len, num_positions(checkpoint.config))
     check_data(options, checkpoint)
     from lpconv.train.study import study  # imports torch and transformers (seconds)
