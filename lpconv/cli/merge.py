@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from annotated_types import Ge, Gt
 
-from lpconv.cli.command import Json, Target
+from lpconv.cli.command import Json, Output, output_of
 from lpconv.options import Force, Option, Resume, gate_option
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
@@ -14,8 +14,8 @@ from lpconv.train.recipes import arithmetic
 def merge(
     path: Annotated[str, typer.Argument(help="An output of `lpconv convert` with codes and scales.", metavar="CODES")],
     adapter: Annotated[str, typer.Argument(help="A folder with a LoRA adapter, as PEFT saves it.", metavar="ADAPTER")],
-    output: Target,
     data: Annotated[str, Option("Text that the adapter was trained on, or like it", metavar="FILE")],
+    output: Output = None,
     steps: Annotated[int, Ge(1), Option("Number of optimizer steps")] = 200,
     batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8,
     seq_len: Annotated[int | None, Ge(2), Option("Number of tokens per sequence", default="128")] = None,
@@ -46,4 +46,4 @@ def merge(
         arithmetic=arithmetic(recover=True, precision="fp32"), source=adapter, data=data, steps=steps, lr=lr,
         batch_size=batch_size, seq_len=seq_len, gates=gates or (), resume=resume, force=force,
     )  # fmt: skip
-    finetune(path, output=output, options=options, json=json)
+    finetune(path, output=str(output_of(output, path, "merged")), options=options, json=json)

@@ -88,7 +88,12 @@ def _logits(model: nn.Module) -> Tensor:
 @pytest.mark.filterwarnings("ignore")  # of peft
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"use_rslora": True}, {"lora_alpha": 3}, {"alpha_pattern": {r"0\..*": 12, "(self_)?attn.[cq]_.*": 1, "mlp": 7}}],
+    [
+        {},
+        {"use_rslora": True},
+        {"lora_alpha": 3},
+        {"alpha_pattern": {r"0\..*": 12, "(self_)?attn.[cq]_.*": 1, "mlp": 7}},
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_merged_weight_is_that_of_the_formula_and_of_peft(
@@ -226,11 +231,12 @@ def test_the_command_merges_and_its_gate_decides(outputs: dict[str, Path], adapt
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 200)
     words = ["merge", outputs["int4"], adapter, "--data", text, "--steps", "1", "--seq-len", "16", "--batch-size", "2"]
-    done = run_cli(*map(str, words), "-o", str(tmp_path / "out"), "--gate", "update_kept>=0.99", "--json")
+    done = run_cli(*map(str, words), "--gate", "update_kept>=0.99", "--json", cwd=tmp_path)
     assert done.returncode == 5, done.stderr
     document = json.loads(done.stdout)
     assert [g["passed"] for g in document["error"]["details"]["result"]["gates"]] == [False]
-    assert read_json(tmp_path / "out" / "report.json")["source"].split()[-1] == "lora"
+    output = tmp_path / f"{outputs['int4'].name}-merged"
+    assert read_json(output / "report.json")["source"].split()[-1] == "lora"
 
 
 def _edit(**settings: Any) -> Callable[[Path], None]:
@@ -288,6 +294,17 @@ def test_adapters_that_cannot_be_merged_are_refused(
     with pytest.raises(error):
         _merge(outputs["int4"], folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["", "merged"])
+def test_the_output_is_never_the_adapter_or_in_it(
+    place: str, outputs: dict[str, Path], adapter: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapter, tmp_path / "lora"))  # `finetune` wrote it, so --force may replace it
+    with pytest.raises(LpconvError):
+        _merge(outputs["int4"], folder, folder / place, force=True)
+    assert (folder / WEIGHTS).is_file()
+    assert not (folder / "merged").exists()
 
 
 def test_a_gate_on_the_gap_is_refused_by_the_metrics_that_merging_has(
