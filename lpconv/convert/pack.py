@@ -22,9 +22,10 @@ from lpconv.plan.job import check_disk
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.provenance import public_source
 from lpconv.progress import Progress, Silent
+from lpconv.report.numbers import code_list
 from lpconv.results import ByteCounts, FileRecord, PackResult, RestoreResult, ordered_json_text, to_json
 from lpconv.storage.checkpoint import Checkpoint, Openable, find_residual
-from lpconv.storage.contents import OURS, PACKED, read_json
+from lpconv.storage.contents import OURS, PACKED, hidden_files, read_json
 from lpconv.storage.header import DTYPE_BITS, read_header
 from lpconv.storage.packed import BLOCK_BYTES, PACKED_HEAD, Blocks, PackedFile, packed_blocks, packed_end
 from lpconv.storage.partfile import PartFile, write_small
@@ -53,9 +54,12 @@ def pack(
     """
     for declared in options_of(ConvertOptions).values():
         if declared.flag not in _SHARED and getattr(options, declared.field) != declared.default:
-            raise UsageError(f"--pack keeps every bit, so it has no {declared.flag}", hint="convert first, then pack")
+            raise UsageError(
+                f"--pack does not support {declared.flag}", hint="leave it out, or convert first, then pack"
+            )
     checkpoint = Checkpoint.open(model, revision=options.revision).local_copy()
     name, directory, names, output = checkpoint.origin.name, checkpoint.directory, _names(checkpoint), Path(output)
+    progress = progress or Silent()
     if checkpoint.kind != "safetensors":
         raise UnsupportedError(f"`{name}` is not in safetensors", hint="convert it first, and pack the output")
     if any_indirect(directory, names):
@@ -64,12 +68,14 @@ def pack(
     check_free(output, force=options.force, marker=PACKED)
     read, written = _sizes(directory / n for n in names)
     files: tuple[FileRecord, ...] = ()
+    if left := (*checkpoint.ignored_files, *hidden_files(directory)):
+        progress.message(f"left out, because they are hidden or not read as weights here: {code_list(left)}")
     if not dry_run:
         check_disk(output, written)
         checkpoint.check_promised()
         versions = {n: importlib.metadata.version(n) for n in ("lpconv", "pcodec")}
         record = {"format_version": 1, "source": to_json(public_source(checkpoint.record())), "versions": versions}
-        files = _write(checkpoint, output, record, force=options.force, progress=progress or Silent())
+        files = _write(checkpoint, output, record, force=options.force, progress=progress)
         written = sum(f.size_bytes for f in files)
     sizes, num = ByteCounts(read=read, written=written), len(checkpoint.tensors)
     return PackResult(path=name, output=str(output), num_tensors=num, files=files, bytes=sizes)

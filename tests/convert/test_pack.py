@@ -170,6 +170,19 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", [{"a.weight": torch.ones(4, 4)}])
+    for name in (".env", "optimizer.pt", "notes.txt"):
+        (source / name).write_text("x")
+    done = run_cli("convert", str(source), "--pack", "-o", str(tmp_path / "packed"))
+    kept = {n: n in done.stderr for n in (".env", "optimizer.pt", "notes.txt")}
+    assert kept == {".env": True, "optimizer.pt": True, "notes.txt": False}
+    assert {p.name for p in source.iterdir()} - {p.name for p in (tmp_path / "packed").iterdir()} == {
+        ".env",
+        "optimizer.pt",
+    }
+
+
 def test_the_command_prints_a_result(tmp_path: Path) -> None:
     done = run_cli("convert", "demo", "--pack", "-o", tmp_path / "out", "--json", "--quiet")
     result = json.loads(done.stdout)
