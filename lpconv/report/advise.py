@@ -339,7 +339,7 @@ def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | Non
         marks.append(replace(_ITSELF, points=((start, 0.0),)))
     measured = Mark(kind="series-0", shape="circle", title="gap, measured")
     best = Mark(kind="series-1", shape="diamond", title="recommended")
-    for r in rows:
+    for r in sorted(rows, key=lambda r: r.name in advised):  # the recommended one in front
         marks += _front_marks(r, best if r.name in advised else measured, unit)
     labels = ((_cost(r), _height(r, unit), r.name) for r in rows if r.name in advised)
     title = f"{heading}: quality against {'size' if purpose == 'infer' else 'memory'}"

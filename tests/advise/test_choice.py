@@ -91,6 +91,16 @@ def test_the_smallest_within_the_budget_is_best() -> None:
     assert best(rows, "train") is None
 
 
+def test_bits_of_parts_are_chosen_by_divergence() -> None:
+    settings = {"rules": ["a=4.5"]}
+    lucky = a_row("lucky", settings=settings, gap=gap(0.001, 0.004), figures={"kl": 0.02})
+    closer = a_row("closer", settings=settings, gap=gap(0.003, 0.004), figures={"kl": 0.01})
+    for rows in ((lucky, closer), (closer, lucky)):
+        chosen = best(rows, "infer")
+        assert chosen is not None
+        assert chosen.name == "closer" == rank_rows(rows)[0].name
+
+
 def test_what_does_not_fit_the_memory_is_not_advised() -> None:
     assert judge_row(a_row(memory_bytes=100), Budget(memory_bytes=99)).meets is False
     assert judge_row(a_row(memory_bytes=100), Budget()).meets is True
