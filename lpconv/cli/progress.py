@@ -19,6 +19,7 @@ VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
 # Whether the command was given -q: print the headline of a result, and nothing about progress.
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 _LINE_EVERY_S = 30.0
+_LONG = ("steps", "layers", "tokens", "answers")  # units of phases that take long
 _WIDE = 120  # columns of a terminal with room for long bars and memory
 
 
@@ -90,7 +91,7 @@ def _memory_bytes() -> int:
 class _Lines:
     """Lines on stderr instead of bars, for logs and pipes.
 
-    Phases with steps, which are long, print a line at once; with -v all phases do, and lines begin with the seconds
+    Long phases print a line at once; with -v all phases do, and lines begin with the seconds
     since the start. Every 30 s another line says how far the current phase is.
     """
 
@@ -102,8 +103,10 @@ class _Lines:
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         self._begin(phase, total, unit, done)
-        if unit == "steps":
-            self.message(f"{phase}: {plural(total, 'step')}" + (f", resuming after {done}" if done else ""))
+        if total and unit in _LONG:
+            self.message(
+                f"{phase}: {plural(total, unit.removesuffix('s'))}" + (f", resuming after {done}" if done else "")
+            )
         elif VERBOSE.get():
             self.message(phase + (f", {self._amount(total)}" if total else ""))
 

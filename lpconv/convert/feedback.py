@@ -124,7 +124,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     layers = list(done)
     with open_rounding(job) as rounding:
         count = len(rounding.layers)
-        progress.start("rounding layers", count, unit="steps", done=len(layers))
+        progress.start("rounding layers", count, unit="layers", done=len(layers))
         for index in range(count):
             if index < len(done):
                 rounding.take(index, (load_file(staging.directory / f.name) for f in done[index].files))

@@ -35,7 +35,7 @@ def measure_rounding(job: Job, progress: Progress) -> RoundingForecast:
         costs = [_cost(rounding.matrices(index), shapes) for index in range(len(rounding.layers))]
         opening_s = time.perf_counter() - started_s
         usual = costs.index(statistics.mode(costs))
-        for index in counted(range(usual + 1 if usual < _MOST else 1), "rounding the first layers", "steps", progress):
+        for index in counted(range(usual + 1 if usual < _MOST else 1), "rounding the first layers", "layers", progress):
             started_s = time.perf_counter()
             rounding.round_layer(index)
             rounding.rounded.clear()

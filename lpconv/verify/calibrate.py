@@ -172,7 +172,7 @@ def write_own_text(job: Job, path: Path, progress: Progress) -> None:
     length = sequence_length(config, None)
     count = math.ceil(_SPARE * (options.calibration_tokens or CALIBRATION_TOKENS) / length) + 1
     texts: list[str] = []
-    progress.start("writing a text", count * length, unit="steps")
+    progress.start("writing a text", count * length, unit="tokens")
     with (
         model_errors("the model cannot generate text", hint=_OWN_HINT),
         open_in_files(job.checkpoint) as (model, _),

@@ -136,7 +136,7 @@ def _answer_tasks(
             task.set_fewshot_seed(_SEED)  # gives every model the same prompts
     requests = [r for task in tasks.values() for r in task.instances]
     is_generated = any(r.request_type == "generate_until" for r in requests)  # then a request takes several steps
-    progress.start("answering questions", 0 if is_generated else len(requests), unit="steps")
+    progress.start("answering questions", 0 if is_generated else len(requests), unit="answers")
     model.register_forward_hook(lambda _, inputs, outputs: progress.advance(len(outputs.logits)))
     with _quiet():
         results: Mapping[str, Any] = lm_eval.evaluate(
