@@ -81,11 +81,7 @@ class AdviseOptions:
         parse=parse_budget,
     )
     bits: float | None = option(
-        None,
-        "Average bits per weight, entropy-coded and chosen for each part",
-        Ge(1.5),
-        default="any",
-        example="4.5",
+        None, "Average bits per weight, entropy-coded and chosen for each part", default="any", example="4.5"
     )
     batch_size: int = option(8, "Number of sequences per step", Ge(1))
     seq_len: int | None = option(None, "Number of tokens per sequence", Ge(2), default="128, or the model's maximum")

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from lpconv.advise.candidates import coded, convert_options
 from lpconv.advise.options import NO_TEXT, AdviseOptions, check_advise
 from lpconv.data.texts import check_reads_text, check_seq_len, has_tokenizer, num_positions
 from lpconv.errors import InputError
 from lpconv.layouts.reader import open_readable
 from lpconv.options import with_keywords
+from lpconv.plan.settings import fill_options
 from lpconv.progress import Deadline, Progress, Silent
 from lpconv.results import AdviceResult
 from lpconv.storage.checkpoint import Openable
@@ -32,6 +34,8 @@ def advise(
     output = Path(output)
     deadline = Deadline(60 * options.budget.minutes, progress or Silent())
     check_advise(options)
+    if options.bits is not None:
+        fill_options(convert_options(coded(options.bits)))  # raises its errors
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)

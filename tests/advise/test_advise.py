@@ -78,6 +78,11 @@ def test_a_runtime_gets_what_it_opens(tmp_path: Path, runtime: str, expected: st
     assert done.exit_code == 2, done.stderr
 
 
+@pytest.mark.parametrize("bits", ["1", "12.5", "nan"])
+def test_bits_out_of_range_are_refused_before_a_model_is_opened(bits: str) -> None:
+    assert CliRunner().invoke(app, ["advise", "no-such-model", "--bits", bits]).exit_code == 2
+
+
 def test_integers_of_every_width_are_opened_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer, "conversions", lambda runtime: {n: {"scheme": n} for n in ("MLX_INT4", "MLX_INT5")})
     command = ["advise", "demo", "--for", "mlx", "-o", str(tmp_path / "out"), "--json", "-q"]
