@@ -332,10 +332,7 @@ class Recovery:
             copy_side_files(part, base, model_side_files(base), renamed={})
             part.rename(merged)
         if not stored_shapes(Checkpoint.open(merged)).keys() >= {*self.start.names}:
-            progress.message(
-                "the merged weights were not rounded again: transformers renames the weights of this model"
-            )
-            return self
+            return self._with_old_codes("transformers renames the weights of this model", progress)
         options, grain = self.start.options, get_grain(self.start.options.granularity or TENSOR)
         is_searched = grain is not None and grain.is_searched(FORMATS[options.format or ""])
         scale = "search" if is_searched else options.scale
@@ -343,14 +340,18 @@ class Recovery:
         try:
             convert(str(merged), output, fill_options(asked), progress=progress)
         except (InputError, UnsupportedError) as e:  # too little text, or a model that does not run layer by layer
-            progress.message(f"the merged weights were not rounded again: {e}")
-            return self
+            return self._with_old_codes(str(e), progress)
         old, new = (
             self.distillation.divergence(open_to_train(task, Checkpoint.open(x), seed=0).model, batches)
             for x in (base.directory, output)
         )
         words = f"KL to the teacher {old:.3g} with the old codes, {new:.3g} with the merged weights rounded again"
         return replace(self if old <= new else self._of(self.start, self.distillation, output, task), words=words)
+
+    def _with_old_codes(self, why: str, progress: Progress) -> Self:
+        words = f"the old codes, because the merged weights were not rounded again: {why}"
+        progress.message(words)
+        return replace(self, words=words)
 
     @torch.no_grad()
     def optimizer(self, model: nn.Module, **settings: Any) -> "GridAdamW":

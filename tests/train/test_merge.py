@@ -236,7 +236,9 @@ def test_the_command_merges_and_its_gate_decides(outputs: dict[str, Path], adapt
     document = json.loads(done.stdout)
     assert [g["passed"] for g in document["error"]["details"]["result"]["gates"]] == [False]
     output = tmp_path / f"{outputs['int4'].name}-merged"
-    assert read_json(output / "report.json")["source"].split()[-1] == "lora"
+    report = read_json(output / "report.json")
+    assert report["source"].split()[-1] == "lora"
+    assert " 128 " in report["facts"]["Start"]  # tokens that rounding the merged weights would need
 
 
 def _edit(**settings: Any) -> Callable[[Path], None]:
