@@ -145,12 +145,9 @@ def judge_row(row: AdviceRow, budget: Budget) -> AdviceRow:
 
 
 def rank_rows(rows: Iterable[AdviceRow]) -> tuple[AdviceRow, ...]:
-    """Rows best first, inference before training: those within the budget by cost, others by gap.
-
-    With bits of parts, all have one size. The divergence tells more about them than the gap, whose noise is larger.
-    """
+    """Rows best first, inference before training: those within the budget by cost, others by gap."""
     rows = tuple(rows)
-    has_parts = any("rules" in r.settings for r in rows)
+    has_parts = any("rules" in r.settings for r in rows)  # all of one size; gaps have more noise than divergences
     return tuple(sorted(rows, key=lambda r: (r.purpose, r.figures.get("kl", 9e9) if has_parts else 0.0, *_place(r))))
 
 

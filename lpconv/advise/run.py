@@ -5,8 +5,7 @@ from pathlib import Path
 
 from lpconv.advise.candidates import coded, convert_options
 from lpconv.advise.options import NO_TEXT, AdviseOptions, check_advise
-from lpconv.data.texts import check_reads_text, check_seq_len, has_tokenizer, num_positions
-from lpconv.errors import InputError
+from lpconv.data.texts import check_reads_text, check_seq_len, check_tokenizer, num_positions
 from lpconv.layouts.reader import open_readable
 from lpconv.options import with_keywords
 from lpconv.plan.settings import fill_options
@@ -40,11 +39,7 @@ def advise(
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)
     check_reads_text(checkpoint.config, hint=NO_TEXT)
-    if not has_tokenizer(checkpoint.directory):
-        raise InputError(
-            f"`{checkpoint.origin.name}` has no tokenizer; quality cannot be measured on random token ids",
-            hint="copy the tokenizer files next to the weights",
-        )
+    check_tokenizer(checkpoint.directory)
     check_seq_len(options.seq_len, num_positions(checkpoint.config))
     check_data(options.training("fp32", steps=options.steps), checkpoint)
     deadline.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")

@@ -103,13 +103,9 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
     """Open the model of a checkpoint, and cut the text into windows."""
     with tempfile.TemporaryDirectory() as folder:
         asked = ProbeOptions(
-            data=_text_file(options, checkpoint, Path(folder)),
-            batch_size=options.batch_size,
-            seq_len=options.seq_len,
-            seed=options.seed,
-            revision=options.revision,
-            allow_missing=options.allow_missing,
-        )
+            data=_text_file(options, checkpoint, Path(folder)), batch_size=options.batch_size, seq_len=options.seq_len,
+            seed=options.seed, revision=options.revision, allow_missing=options.allow_missing,
+        )  # fmt: skip
         prepared = prepare_run(checkpoint, asked, progress, hint=NO_TEXT)
     if prepared.opened.missing:
         raise InputError(

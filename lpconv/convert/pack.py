@@ -54,9 +54,7 @@ def pack(
     """
     for declared in options_of(ConvertOptions).values():
         if declared.flag not in _SHARED and getattr(options, declared.field) != declared.default:
-            raise UsageError(
-                f"--pack does not support {declared.flag}", hint="leave it out, or convert first, then pack"
-            )
+            raise UsageError(f"--pack does not support {declared.flag}", hint="leave it out, or convert first")
     checkpoint = Checkpoint.open(model, revision=options.revision).local_copy()
     name, directory, names, output = checkpoint.origin.name, checkpoint.directory, _names(checkpoint), Path(output)
     progress = progress or Silent()

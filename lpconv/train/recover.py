@@ -331,27 +331,24 @@ class Recovery:
                 teacher.save_pretrained(part := folder / "part")
             copy_side_files(part, base, model_side_files(base), renamed={})
             part.rename(merged)
-        if not stored_shapes(Checkpoint.open(merged)).keys() >= {*self.start.names}:
-            return self._with_old_codes("transformers renames the weights of this model", progress)
         options, grain = self.start.options, get_grain(self.start.options.granularity or TENSOR)
         is_searched = grain is not None and grain.is_searched(FORMATS[options.format or ""])
         scale = "search" if is_searched else options.scale
         asked = replace(options, rounding=GPTAQ, calibrate=str(text), scale=scale, resume=True, force=False)
         try:
+            if not stored_shapes(Checkpoint.open(merged)).keys() >= {*self.start.names}:
+                raise UnsupportedError("transformers renames the weights of this model")
             convert(str(merged), output, fill_options(asked), progress=progress)
         except (InputError, UnsupportedError) as e:  # too little text, or a model that does not run layer by layer
-            return self._with_old_codes(str(e), progress)
+            words = f"the old codes, because the merged weights were not rounded again: {e}"
+            progress.message(words)
+            return replace(self, words=words)
         old, new = (
             self.distillation.divergence(open_to_train(task, Checkpoint.open(x), seed=0).model, batches)
             for x in (base.directory, output)
         )
         words = f"KL to the teacher {old:.3g} with the old codes, {new:.3g} with the merged weights rounded again"
         return replace(self if old <= new else self._of(self.start, self.distillation, output, task), words=words)
-
-    def _with_old_codes(self, why: str, progress: Progress) -> Self:
-        words = f"the old codes, because the merged weights were not rounded again: {why}"
-        progress.message(words)
-        return replace(self, words=words)
 
     @torch.no_grad()
     def optimizer(self, model: nn.Module, **settings: Any) -> "GridAdamW":

@@ -81,16 +81,9 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     else:
         found = _open_source(output, source, recorded)
     options = replace(
-        options,
-        rounding=NEAREST,
-        calibrate=None,
-        calibration_tokens=None,
-        calibration_seed=None,
-        input_scales=False,
-        verify="weights",
-        allow_missing=True,  # the output is published already
-        force=True,
-    )
+        options, rounding=NEAREST, calibrate=None, calibration_tokens=None, calibration_seed=None, input_scales=False,
+        verify="weights", allow_missing=True, force=True,  # the output is published already
+    )  # fmt: skip
     return Recoverable(output=output, source=found, options=fill_options(options), names=names, adapter=adapter)
 
 

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lpconv.data.texts import check_seq_len, has_tokenizer, num_positions
-from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.data.texts import check_seq_len, check_tokenizer, num_positions
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.models.presets import PRESETS
@@ -50,8 +50,7 @@ def finetune(
             progress.message(f"there is no `{output}` to resume, so the run starts from the beginning")
     checkpoint = open_readable(model, revision=options.revision)
     check_start(options, checkpoint.config)
-    if not has_tokenizer(checkpoint.directory):
-        raise InputError(f"`{name_of(model)}` has no tokenizer", hint="copy its files next to the weights")
+    check_tokenizer(checkpoint.directory)
     start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
     has_adapters = options.arithmetic.lora and options.twin_arithmetic is not None
     twin = base_of_twin(checkpoint, options.source) if has_adapters else None
