@@ -227,6 +227,7 @@ def _read_rule(raw: Any) -> FormatRule:
 
 
 _RULE_HINT = "for example {match: '*lm_head*', keep: true} or {match: 're:down_proj', format: bf16}"
+_RULE_FORMATS = list(options_of(ConvertOptions)["format"].option.choices or ())
 _RULE_SCHEMA = {
     "anyOf": [
         {"type": "string", "pattern": ".=."},
@@ -234,7 +235,7 @@ _RULE_SCHEMA = {
             "type": "object",
             "properties": {
                 "match": {"type": "string", "minLength": 1},
-                "format": {"enum": list(options_of(ConvertOptions)["format"].option.choices or ())},
+                "format": {"anyOf": [{"enum": _RULE_FORMATS}, {"type": "number"}]},  # or a number of bits
                 "keep": {"const": True},
             },
             "required": ["match"],

@@ -401,3 +401,10 @@ class TestFields:
         assert not job["additionalProperties"]
         assert schema["properties"]["version"] == {"const": 1}
         assert json.loads(json.dumps(schema)) == schema
+
+    def test_the_schema_knows_bits_of_rules(self, tmp_path: Path) -> None:
+        rule = {"match": "*down_proj*", "format": 4.5}
+        (read,) = load_manifest(one_job(tmp_path, budget_bits=3.7, rules=[rule])).jobs[0].options.rules
+        assert read.bits == 4.5
+        rules = manifest_schema()["properties"]["defaults"]["properties"]["rules"]
+        assert {"type": "number"} in rules["items"]["anyOf"][1]["properties"]["format"]["anyOf"]
