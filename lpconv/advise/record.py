@@ -19,6 +19,7 @@ from lpconv.report.html import html
 from lpconv.results import AdviceResult, AdviceRow, from_json, json_text
 from lpconv.storage.contents import read_result
 from lpconv.storage.partfile import write_small
+from lpconv.storage.resolve import DEMO
 from lpconv.storage.staging import Staging
 from lpconv.train.options import FinetuneOptions
 
@@ -108,12 +109,12 @@ def manifest_text(model: str, rows: Sequence[AdviceRow], options: AdviseOptions)
 
 def _job(model: str, row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
     kind = {} if row.purpose == "infer" else {"kind": "finetune"}
-    name = os.path.abspath(model) if os.path.isdir(model) else model
-    settings = _settings(row, options)
-    for text in ("data", "calibrate"):
-        if os.path.exists(settings.get(text, "")):
-            settings[text] = os.path.abspath(settings[text])
-    return {"id": row.purpose, **kind, "model": name, **settings}
+    job = {"id": row.purpose, **kind, "model": model, **_settings(row, options)}
+    for key in ("model", "data", "calibrate"):
+        path = os.path.expanduser(job.get(key, ""))
+        if path != DEMO and os.path.exists(path):  # a folder of that name does not hide what is included
+            job[key] = os.path.abspath(path)
+    return job
 
 
 def _settings(row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:

@@ -127,6 +127,19 @@ def test_the_manifest_is_one_that_batch_takes(tmp_path: Path) -> None:
     assert (finetune.steps, finetune.lr, finetune.seq_len, finetune.data) == (options.steps, options.lr, 32, __file__)
 
 
+def test_the_manifest_names_what_the_command_line_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("demo", "tuned", "advice"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    row, path = a_row(settings={"format": "int4", "rounding": "gptq", "calibrate": "demo"}), Path("advice/jobs.yaml")
+    for typed, meant in {"demo": "demo", "tuned": tmp_path / "tuned", "model.gguf": tmp_path / "model.gguf"}.items():
+        path.write_text(manifest_text(typed, [row], AdviseOptions()))
+        (job,) = load_manifest(path).jobs
+        assert isinstance(job.options, ConvertOptions)
+        assert (job.model, job.options.calibrate) == (str(meant), "demo")
+
+
 def test_what_is_no_better_is_pruned_and_of_equals_the_first_stays() -> None:
     def sampled(name: str, size: int, noise: float, rounded: str | None = "int8 per token") -> AdviceRow:
         row = a_row(name, size_bytes=size, status="unmeasured", gap=None)
