@@ -163,7 +163,7 @@ def _replace(path: Path, data: bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.rename(part, path)
-    except OSError:
+    except BaseException:  # interrupts, too
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -130,3 +131,10 @@ def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path, flusher: Thre
     part.finish()
     assert [(tmp_path / n).read_text() for n in ("victim", "small", "large")] == ["mine", "new", "new"]
     assert not (tmp_path / "large").is_symlink()
+
+
+def test_an_interrupt_leaves_no_part_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        write_small(tmp_path / "small", "new")
+    assert not any(tmp_path.iterdir())
