@@ -35,8 +35,7 @@ def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions)
     write_small(directory / ADVICE_FILE, json_text(result))
     write_small(directory / PAGE, html(advice_document(result)))
     advised = {(r.purpose, r.row) for r in result.recommendations}
-    rows = [r for r in result.rows if (r.purpose, r.name) in advised]
-    if rows:
+    if rows := [r for r in result.rows if (r.purpose, r.name) in advised]:
         write_small(directory / MANIFEST, manifest_text(result.name, rows, options))
 
 
@@ -62,6 +61,7 @@ def save_results(
                 raise
             except BaseException:  # interrupts
                 for partial in latest:
+                    keep(partial)  # again, since the interrupt may have come while its files were written
                     staging.publish()
                     show_partial(partial)
                 raise
