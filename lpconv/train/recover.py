@@ -38,7 +38,7 @@ from lpconv.formats.grains import TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Form, Side, Stored
-from lpconv.layouts.reader import stored_shapes
+from lpconv.layouts.reader import StoredTensors, stored_shapes
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
@@ -296,12 +296,15 @@ class Recovery:
         held = {n: p for n, p in coded.named_parameters() if isinstance(p, CodedTensor)}
         stored = {n: p for n, p in held.items() if {piece.form.name for piece in p.pieces} <= {*start.names}}
         codes = {piece.form.name: piece.parts for p in stored.values() for piece in p.pieces}
+        with StoredTensors.open(start.output) as files:  # of a merge, to which no source gives these again
+            others = (n for n, form in files.forms.items() if start.adapter is not None and not form.is_kept)
+            codes = {n: files.read_components(n) for n in others} | codes
+        grids = {
+            n: Grid(pieces=tuple(replace(x, parts={c.name: x.parts[c.name] for c in x.form.side}) for x in p.pieces))
+            for n, p in stored.items()
+        }
         return cls(
-            start=start,
-            distillation=distillation,
-            grids={n: Grid(pieces=tuple(map(_with_scales, p.pieces))) for n, p in stored.items()},
-            codes=codes,
-            scales=_fine_scales(stored.values()),
+            start=start, distillation=distillation, grids=grids, codes=codes, scales=_fine_scales(stored.values())
         )
 
     @property
@@ -439,8 +442,3 @@ class GridAdamW(torch.optim.AdamW):
             x.update_()
         for p, grid in self._of_scales.items():
             grid.scale_(p)
-
-
-def _with_scales(piece: Codes) -> Codes:
-    side = {c.name for c in piece.form.side}
-    return replace(piece, parts={n: x for n, x in piece.parts.items() if n in side})

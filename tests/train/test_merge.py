@@ -29,7 +29,7 @@ from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
-from tests.helpers.checkpoints import converted_demo, run_cli
+from tests.helpers.checkpoints import bits_of, converted_demo, run_cli
 from tests.helpers.models import IDS, tiny_model
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -157,6 +157,17 @@ def test_scales_or_codes_approach_the_model_with_the_adapter(
     assert check_recoverable(merged, str(adapter)).adapter is not None  # a second adapter has the same base
     with pytest.raises(UnsupportedError):  # recovery would train the update away
         check_recoverable(merged, None)
+
+
+def test_codes_that_the_adapter_does_not_reach_keep_their_bits(shallow: Path, tmp_path: Path) -> None:
+    """Also an embedding in 16 bits, with a scale that its rounded numbers would not give again."""
+    base = converted_demo(tmp_path, {"base": {"format": "int4", "granularity": "group:32"}})["base"]
+    folder = _write(tmp_path / "lora", lpconv.load(base), std=0.01)
+    _merge(base, folder, tmp_path / "out", steps=1)
+    before, after = (load_file(x / "model.safetensors") for x in (base, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    changed = {n.removesuffix("_scale") for n, x in before.items() if bits_of(x) != bits_of(after[n])}
+    assert changed == {n for n in before if n.endswith("proj.weight")}
 
 
 def test_an_adapter_without_prefix_and_factor_has_the_defaults_of_peft(tmp_path: Path) -> None:
