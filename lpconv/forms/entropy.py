@@ -58,7 +58,7 @@ _LEAST_BYTES = 2**8  # of a coded block: with fewer, its table would take a larg
 _LEVEL = 12  # the most: at 4 bits, 0.2 % less than the default, in nearly the same time
 _STEPS = 256  # steps between two powers of two: 9 bits, and codes have 15
 _LARGEST = 2**15 - 1  # code
-_LEAST_STEP, _LARGEST_STEP = -126 * _STEPS, 127 * _STEPS  # powers of two in fp32
+_LEAST_STEP, _LARGEST_NUMBER = -126 * _STEPS, 2.0**124  # in fp32, which also has a step of 8 times this number
 _TRIES = 3
 
 
@@ -155,13 +155,13 @@ class EntropyCoded(CodedForm):
         return 0 < self.scale(side) < math.inf and bool((sizes > 0).all()) and int(sizes.sum()) <= self.payload
 
     def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
-        """A histogram of the block's numbers, rounded to 16 bits. Raises InputError for NaN or Inf."""
+        """A histogram of the block's numbers, rounded to 16 bits. Raises InputError for NaN, Inf and beyond 2^124."""
         from lpconv.forms.blocks import block_stats
 
         if self.chosen is not None:
             return super().look(x, start, work)
         stats = block_stats(x, work)
-        if not stats.is_finite:
+        if not stats.is_finite or stats.absmax > _LARGEST_NUMBER:
             raise not_finite_error(self.name, self.format)
         return BlockFacts(stats=stats, more=_histogram(x))
 
@@ -218,8 +218,7 @@ class EntropyCoded(CodedForm):
             at += size
         return codes.float().mul_(self.scale(side))
 
-    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return out.copy_(self.decode(data, start, stop, side))
+    decode_to = Form.decode_to  # that of `CodedForm` is for codes with places of their own
 
 
 def _block_size(shape: tuple[int, ...]) -> int:
@@ -287,7 +286,7 @@ def _smallest_step(
     """
     if not absmax:
         return 1.0, coded_sizes(1.0)
-    least, most = _index(absmax / _LARGEST), min(_index(4 * absmax), _LARGEST_STEP)  # which makes all numbers 0
+    least, most = _index(absmax / _LARGEST), _index(4 * absmax)  # which makes all numbers 0
     overhead, best = 1.0, (most + 1, [0])
 
     def falling(index: int) -> float:

@@ -420,7 +420,7 @@ class Form(Stored):
 def not_finite_error(name: str, format: Format) -> InputError:
     """Error for a tensor with NaN or Inf in a format without them."""
     return InputError(
-        f"tensor `{name}` contains NaN, Inf or numbers beyond fp32, which {format.name} cannot represent",
+        f"tensor `{name}` contains NaN, Inf or numbers near or beyond fp32's end, which {format.name} cannot represent",
         hint=f"leave it unconverted with --exclude '{name}'",
     )
 

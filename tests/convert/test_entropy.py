@@ -203,8 +203,11 @@ def test_numbers_of_every_kind_fit(kind: str, bits: float, dtype: torch.dtype) -
 
 
 def test_numbers_that_are_not_finite_and_matrices_that_are_too_small(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        encoded(form_of((64, 64), 4.0), torch.full((64, 64), torch.nan))
+    signs = torch.randn(64, 64).sign()
+    for x in (signs * torch.nan, signs * torch.finfo(torch.float32).max, signs.bfloat16() * 3.3e38):
+        with pytest.raises(InputError):
+            encoded(form_of((64, 64), 1.5), x)
+    assert encoded(form_of((64, 64), 1.5), signs * 2.0**124)[0].side[NAME + "_scale"].isfinite()
     source = write_checkpoint(tmp_path / "source", {NAME: torch.randn(64, 64), "small.weight": torch.randn(8, 8)})
     result = convert(str(source), tmp_path / "out", ConvertOptions(budget_bits=2.0, verify="weights"))
     assert {t.name: t.action for t in result.tensors} == {NAME: "convert", "small.weight": "keep"}
