@@ -51,4 +51,4 @@ def _exactness(result: "RestoreResult") -> str:
         return f"the values of {result.method} in {result.dtype}, {held}"
     if result.exact:
         return "bit-identical to the source, as hashes and the conversion record show"
-    return "the decoded values, which differ from the source by rounding"
+    return "the decoded values, which are those of the source up to rounding"

@@ -61,7 +61,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         staging.discard_on_failure(),
     ):
         records = list(reader.records.values())
-        exact = all(_is_exact(r) for r in records if r.action == "convert")
+        exact = all(_keeps_bits(r) for r in records if r.action == "convert")
         progress.start("restoring", sum(r.bytes_in for r in records))
         tensors = {
             name if checkpoint.kind == "safetensors" else shard_names(1)[0]: [
@@ -104,8 +104,15 @@ def _restored_blocks(reader: OutputReader, info: TensorInfo, work: Workspace, pr
 
 
 def _is_exact(record: TensorRecord) -> bool:
-    """Whether decoding gives the source's bits. F64 is excluded, because errors are measured after rounding to fp32."""
+    """Whether decoding gives the source's numbers. F64 is excluded: errors are measured after rounding to fp32."""
     return record.action == "convert" and record.max_rel_error == 0 and record.source_dtype != "F64"
+
+
+def _keeps_bits(record: TensorRecord) -> bool:
+    """Whether decoding gives the source's bits, for certain: no figure tells the bits of NaN, or the sign of 0."""
+    held = FORMATS[record.format]
+    is_told = held.has_negative_zero and not record.num_nan and (held.has_inf or not record.num_inf)
+    return is_told and _is_exact(record)
 
 
 def _has_figures(statistics: BlockStats, record: TensorRecord) -> bool:

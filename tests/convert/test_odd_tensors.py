@@ -124,6 +124,25 @@ class TestTensors:
         assert stored["scalar"].shape == (1,)
         assert (stored["scalar"] * stored["scalar_scale"]).item() == 1.5
 
+    @pytest.mark.parametrize(
+        ("odd", "format", "wanted"),
+        [
+            (-0.0, "int4", False), (-0.0, "e4m3fn", True), (math.inf, "e4m3fn", False), (math.inf, "e5m2", True),
+            (math.nan, "e4m3fn", False),
+        ],
+    )  # fmt: skip
+    def test_restored_weights_are_called_exact_only_if_they_have_all_bits(
+        self, run: Run, source: Path, output: Path, tmp_path: Path, odd: float, format: str, wanted: bool
+    ) -> None:
+        """All other numbers are on the grid of the format."""
+        x = torch.tensor([-2.0, -1, 0, 1, 2, 3, 3.5, 0.5]).repeat(64).view(16, 32)
+        x[x == 0] = odd
+        write_checkpoint(source, {"w": x})
+        run(format=format, granularity="group:32" if format == "int4" else "row", verify="none")
+        exact = restore(output, tmp_path / "back", force=False, progress=Silent()).exact
+        is_same = bits_of(load_file(tmp_path / "back" / "model.safetensors")["w"]) == bits_of(x)
+        assert exact == is_same == wanted
+
     @pytest.mark.parametrize(("method", "format"), [("unit", "fp32"), ("collage", "bf16")])
     def test_64_bit_weights_are_not_said_to_come_back_exactly(
         self, run: Run, source: Path, output: Path, tmp_path: Path, method: str, format: str
