@@ -37,11 +37,8 @@ def restore(
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
     dtype = known_name(dtype, _DTYPES, SPELLINGS) or dtype if dtype is not None else None
     if dtype is not None and (not is_foreign or dtype not in _DTYPES):
-        hint = (
-            f"use {', '.join(_DTYPES)}"
-            if is_foreign
-            else "outputs of lpconv are always restored in the dtypes of their source"
-        )
+        ours = "outputs of lpconv are always restored in the dtypes of their source"
+        hint = f"use {', '.join(_DTYPES)}" if is_foreign else ours
         raise UsageError(f"--dtype {dtype} does not apply to this checkpoint", hint=hint)
     if not is_foreign:
         check_is_output(directory)

@@ -52,11 +52,8 @@ class PackedFile:
         self._starts, self._places = (np.append(0, self._rows[:, column].cumsum()) for column in (0, 2))
         self._places += len(PACKED_HEAD)
         is_whole = self._places[-1] + len(table) + _END.size == file.size_bytes
-        if (
-            zlib.crc32(end[:-4], zlib.crc32(table)) != crc
-            or not is_whole
-            or self._rows[:, 0].max(initial=0) > BLOCK_BYTES
-        ):
+        is_large = self._rows[:, 0].max(initial=0) > BLOCK_BYTES
+        if zlib.crc32(end[:-4], zlib.crc32(table)) != crc or not is_whole or is_large:
             raise self._damaged()
         self.size_bytes = int(self._starts[-1])
 

@@ -61,8 +61,9 @@ class Adapter:
             what = code_list(sorted(odd)) if odd else "no matrices"
             raise UnsupportedError(f"the adapter `{folder.name}` has {what} besides pairs of A and B", hint=_HINT)
         for n in modules:
-            named = [x for x in shapes if is_same_name(x, f"{n}.weight")]
-            weight = f"{n}.weight" if f"{n}.weight" in shapes else named[0] if len(named) == 1 else None
+            alike = [x for x in shapes if is_same_name(x, f"{n}.weight")]
+            named = [x for x in alike if x == f"{n}.weight"] or alike
+            weight = named[0] if len(named) == 1 else None
             (rank, inputs), (outputs, again) = stored[n + A], stored[n + B]
             if weight is None or {*shapes[weight]} != {inputs, outputs} or not rank == again > 0:
                 raise InputError(
