@@ -25,7 +25,7 @@ from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import LayerPart, TensorRecord
 from lpconv.verify.outputs import compare_outputs, outputs_of
 
-_WINDOWS = 2
+_WINDOWS, _MOST = 2, 1e30  # of text, and a cost that counts for larger and infinite ones
 
 
 def with_bits_of_parts(subject: Subject, start: Settings, deadline: Deadline, progress: Progress) -> Settings:
@@ -46,8 +46,8 @@ def choose_bits(parts: Mapping[str, tuple[float, int]], bits: float) -> dict[str
     `parts` have (cost with `bits`, number of elements). A cost falls by a factor of 4 per bit, so in the minimum all
     elements cost the same: a part has ½ log2(cost / elements) bits and a constant, within the range of the coder.
     """
-    least = min((cost for cost, _ in parts.values() if cost > 0), default=1.0)
-    wanted = {part: math.log2(max(cost, least) / num) / 2 for part, (cost, num) in parts.items()}
+    least = min((cost for cost, _ in parts.values() if 0 < cost < _MOST), default=1.0)
+    wanted = {part: math.log2(min(max(cost, least), _MOST) / num) / 2 for part, (cost, num) in parts.items()}
     elements = sum(num for _, num in parts.values())
 
     def chosen(constant: float) -> dict[str, float]:
@@ -107,7 +107,7 @@ def _divergence(
         for name, data in own.items():
             parameters[name].data = data
     gaps = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
-    return max(0.0, sum(math.inf if gap is None else gap for gap in gaps) / len(gaps))
+    return max(0.0, sum(math.inf if gap is None or math.isnan(gap) else gap for gap in gaps) / len(gaps))
 
 
 def _parameters_of(names: Sequence[str], parameters: Iterable[str], experts: Mapping[str, str]) -> list[str]:

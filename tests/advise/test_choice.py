@@ -230,3 +230,10 @@ def test_bits_of_parts_have_the_least_cost_of_all_with_the_same_average() -> Non
     left = used["a"] + used["b"]
     costs = {a: 4e-3 / 4 ** (a / 100) + 1e-3 / 4 ** ((left - 10 * a) / 3000) for a in range(150, 1200)}
     assert 100 * chosen["a"] == pytest.approx(min(costs, key=lambda a: costs[a]), abs=2)
+
+
+@pytest.mark.parametrize("others", [0.0, 1e-3, math.inf])
+def test_parts_of_infinite_cost_stay_within_the_bits(others: float) -> None:
+    chosen = choose_bits({"a": (math.inf, 1000), "b": (others, 3000)}, 3.0)
+    assert 2.98 <= (chosen["a"] + 3 * chosen["b"]) / 4 <= 3
+    assert chosen["a"] > chosen["b"] >= 1.5
