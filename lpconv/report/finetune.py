@@ -41,6 +41,8 @@ _MAX_COLUMNS = 24  # most columns of a heat map
 
 def title(result: FinetuneResult) -> str:
     """Name of the model and of its training."""
+    if main_run(result).kept_by_layer:
+        return f"{result.source}, merged"
     return f"{result.name} fine-tuned: {result.recipe}" + (f" next to {result.twin}" if result.twin else "")
 
 
