@@ -16,11 +16,11 @@ from lpconv.options import (
     AllowMissing,
     Force,
     Group,
-    Option,
     Resume,
     Revision,
     check,
     gate_option,
+    option,
     size_option,
 )
 from lpconv.scaled.choices import FP4_SCALES, LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
@@ -52,93 +52,76 @@ LOGGERS = (
 OWN_LOOP = "use lpconv.scaled and lpconv.optim in your own training loop"
 OWN_PACKAGE = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
-_how = functools.partial(Option, panel="Arithmetic")
-_data = functools.partial(Option, panel="Data")
+_how = functools.partial(option, panel="Arithmetic")
+_data = functools.partial(option, panel="Data")
 _TRAINING = "Training"
-_train = functools.partial(Option, panel=_TRAINING)
+_train = functools.partial(option, panel=_TRAINING)
 _DIAGNOSTICS = "Twin and diagnostics"
-_check = functools.partial(Option, panel=_DIAGNOSTICS)
+_check = functools.partial(option, panel=_DIAGNOSTICS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticOptions:
     """A recipe, and replacements for its parts; `lpconv.train.recipes.arithmetic` combines them."""
 
-    recipe: Annotated[
-        str | None,
-        _how(
-            "One name that sets the options under Arithmetic (see --list-recipes)",
-            default="unit-fp8",
-            choices=RECIPES,
-            spellings=RECIPE_SPELLINGS,
-            panel=None,
-        ),
-    ] = None
-    recover: Annotated[
-        bool,
-        _how(
-            "Train the scales or codes of an output of `lpconv convert` towards the predictions of its source, and "
-            "publish it in the same form",
-        ),
-    ] = False
-    lora: Annotated[
-        int | None,
+    recipe: str | None = _how(
+        None,
+        "One name that sets the options under Arithmetic (see --list-recipes)",
+        default="unit-fp8",
+        choices=RECIPES,
+        spellings=RECIPE_SPELLINGS,
+        panel=None,
+    )
+    recover: bool = _how(
+        False,
+        "Train the scales or codes of an output of `lpconv convert` towards the predictions of its source, and "
+        "publish it in the same form",
+    )
+    lora: int | None = _how(
+        None,
+        "Train LoRA adapters of this rank next to weights that stay as stored, and publish them in PEFT's format",
         Ge(1),
-        _how(
-            "Train LoRA adapters of this rank next to weights that stay as stored, and publish them in PEFT's format",
-            default="none",
-        ),
-    ] = None
-    precision: Annotated[
-        str | None,
-        _how(
-            "Number format of matrix products",
-            default="the recipe's",
-            choices=PRECISIONS,
-            spellings=PRECISION_SPELLINGS,
-        ),
-    ] = None
-    method: Annotated[
-        str | None, _how("Method for scaling tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
-    ] = None
-    optimizer: Annotated[
-        str | None,
-        _how(
-            "Variant of AdamW, named after what it stores between steps",
-            default="the recipe's",
-            choices=TRAINING_OPTIMIZERS,
-        ),
-    ] = None
-    rounding: Annotated[
-        str | None,
-        _how(
-            "How to round bf16 weights after a step or, in fp8 without scales, operands",
-            default="the recipe's",
-            choices=("nearest", "stochastic"),
-        ),
-    ] = None
-    loss_scale: Annotated[
-        str | None,
-        _how(
-            f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
-            default="by precision and method",
-            parse=str,
-            given=str | float,
-        ),
-    ] = None
-    loss_scale_floor: Annotated[
-        str | None,
-        _how("Smallest loss scale, as STEP:SCALE pairs such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"),
-    ] = None
-    operand_scale: Annotated[
-        str | None,
-        _how(
-            f"Scale of fp8 and fp4 operands: {', '.join({**OPERAND_SCALES, **FP4_SCALES})}; or one per kind of "
-            "product, such as row,grad_weight=carrier",
-            default="the recipe's, or static with --calibrate",
-            metavar="KIND",
-        ),
-    ] = None
+        default="none",
+    )
+    precision: str | None = _how(
+        None,
+        "Number format of matrix products",
+        default="the recipe's",
+        choices=PRECISIONS,
+        spellings=PRECISION_SPELLINGS,
+    )
+    method: str | None = _how(
+        None, "Method for scaling tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",)
+    )
+    optimizer: str | None = _how(
+        None,
+        "Variant of AdamW, named after what it stores between steps",
+        default="the recipe's",
+        choices=TRAINING_OPTIMIZERS,
+    )
+    rounding: str | None = _how(
+        None,
+        "How to round bf16 weights after a step or, in fp8 without scales, operands",
+        default="the recipe's",
+        choices=("nearest", "stochastic"),
+    )
+    loss_scale: str | None = _how(
+        None,
+        f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
+        default="by precision and method",
+        parse=str,
+        given=str | float,
+    )
+    loss_scale_floor: str | None = _how(
+        None, "Smallest loss scale, as STEP:SCALE pairs such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"
+    )
+    operand_scale: str | None = _how(
+        None,
+        f"Scale of fp8 and fp4 operands: {', '.join({**OPERAND_SCALES, **FP4_SCALES})}; or one per kind of "
+        "product, such as row,grad_weight=carrier",
+        default="the recipe's, or static with --calibrate",
+        metavar="KIND",
+    )
 
 
 def _arithmetic(asked: ArithmeticOptions) -> Arithmetic:
@@ -151,156 +134,129 @@ class FinetuneOptions:
     """Settings of one run and its twin. Intervals that are None are filled in by `every`."""
 
     arithmetic: Annotated[Arithmetic, Group(ArithmeticOptions, _arithmetic)]
-    critical: Annotated[
-        tuple[str, ...],
-        _how(
-            "Modules whose products stay in 16 bits under scaled fp8: a pattern such as '*.down_proj'; auto for those "
-            "with large outliers, up to 10 % of the work; or none",
-            default="auto",
-            metavar="PATTERN",
-        ),
-    ] = ("auto",)
-    calibrate: Annotated[
-        bool, _how("Set the static scales of method unit from the first batches", default="by theory")
-    ] = False
-    source: Annotated[
-        str | None,
-        _data(
-            "Source of the model, for --recover and the twin of --lora",
-            default="the recorded source",
-            metavar="MODEL",
-            is_path=True,
-        ),
-    ] = None
-    task: Annotated[str, _data("Training task", choices=TASKS, panel=None)] = "auto"
-    data: Annotated[
-        str | None,
-        _data(
-            "Training data: a file (txt, jsonl, json, csv, tsv or parquet) or a data set on the hub",
-            default="the sample text",
-            panel=None,
-            metavar="FILE",
-            is_path=True,
-        ),
-    ] = None
-    eval_data: Annotated[
-        str | None, _data("Evaluation data", default="a tenth of --data", metavar="FILE", is_path=True)
-    ] = None
-    text_column: Annotated[str | None, _data("Name of the text column", default="a column with a common name")] = None
-    label_column: Annotated[
-        str | None, _data("Name of the column with classes or target texts", default="a column with a common name")
-    ] = None
-    seq_len: Annotated[
-        int | None, Ge(2), _data("Number of tokens per sequence", default="128, or the model's maximum", panel=None)
-    ] = None
-    steps: Annotated[int, Ge(1), _train("Number of optimizer steps", panel=None)] = 100
-    batch_size: Annotated[
-        int,
+    critical: tuple[str, ...] = _how(
+        ("auto",),
+        "Modules whose products stay in 16 bits under scaled fp8: a pattern such as '*.down_proj'; auto for those "
+        "with large outliers, up to 10 % of the work; or none",
+        default="auto",
+        metavar="PATTERN",
+    )
+    calibrate: bool = _how(False, "Set the static scales of method unit from the first batches", default="by theory")
+    source: str | None = _data(
+        None,
+        "Source of the model, for --recover and the twin of --lora",
+        default="the recorded source",
+        metavar="MODEL",
+        is_path=True,
+    )
+    task: str = _data("auto", "Training task", choices=TASKS, panel=None)
+    data: str | None = _data(
+        None,
+        "Training data: a file (txt, jsonl, json, csv, tsv or parquet) or a data set on the hub",
+        default="the sample text",
+        panel=None,
+        metavar="FILE",
+        is_path=True,
+    )
+    eval_data: str | None = _data(None, "Evaluation data", default="a tenth of --data", metavar="FILE", is_path=True)
+    text_column: str | None = _data(None, "Name of the text column", default="a column with a common name")
+    label_column: str | None = _data(
+        None, "Name of the column with classes or target texts", default="a column with a common name"
+    )
+    seq_len: int | None = _data(
+        None, "Number of tokens per sequence", Ge(2), default="128, or the model's maximum", panel=None
+    )
+    steps: int = _train(100, "Number of optimizer steps", Ge(1), panel=None)
+    batch_size: int = _train(
+        8,
+        "Number of sequences per forward pass, over all processes; also per step, unless --grad-accum",
         Ge(1),
-        _train(
-            "Number of sequences per forward pass, over all processes; also per step, unless --grad-accum", panel=None
-        ),
-    ] = 8
-    grad_accum: Annotated[
-        int, Ge(1), _train("Number of batches per step, whose gradients are added up; saves memory over a larger batch")
-    ] = 1
-    gradient_checkpointing: Annotated[
-        bool, _train("Keep only the input of each block, and compute it again in the backward pass, to save memory")
-    ] = False
-    lr: Annotated[
-        float | None,
+        panel=None,
+    )
+    grad_accum: int = _train(
+        1, "Number of batches per step, whose gradients are added up; saves memory over a larger batch", Ge(1)
+    )
+    gradient_checkpointing: bool = _train(
+        False, "Keep only the input of each block, and compute it again in the backward pass, to save memory"
+    )
+    lr: float | None = _train(
+        None,
+        "Peak learning rate",
         Gt(0),
-        _train(
-            "Peak learning rate",
-            default="5e-5; 2e-4 for --lora; 0.25 for native recipes; 1.5/steps of a code, at most 0.015, for --recover",
-            example="5e-5",
-            panel=None,
-        ),
-    ] = None
-    lr_rule: Annotated[
-        str | None,
-        _train(
-            "Rule for the learning rate of each parameter, for native recipes", default="u-mup", choices=LEARNING_RATES
-        ),
-    ] = None
-    schedule: Annotated[str, _train("Schedule of the learning rate after the warm-up", choices=_SCHEDULES)] = "linear"
-    warmup: Annotated[float, Ge(0), Lt(1), _train("Warm-up from rate 0, as a fraction of all steps")] = 0.1
-    weight_decay: Annotated[float, Ge(0), _train("Weight decay of AdamW")] = 0.01
-    beta2: Annotated[
-        float, Ge(0), Lt(1), _train("AdamW's beta2, the decay rate of the second moment", example="0.999")
-    ] = 0.999
-    clip: Annotated[
-        float, Ge(0), _train("Largest gradient norm, to which gradients are clipped; 0 for no clipping")
-    ] = 1.0
-    seed: Annotated[int, Ge(0), _train("First seed")] = 0
-    save_every: Annotated[
-        int | None, Ge(0), _train("Save a checkpoint every N steps; 0 for none", default="about every ten minutes")
-    ] = None
-    save: Annotated[
-        str,
-        _train("Save the model in its converted form, or as a plain checkpoint", what="form to save", choices=_SAVES),
-    ] = "converted"
-    compile: Annotated[bool, _train("Compile the model with torch.compile")] = False
-    max_memory: Annotated[
-        int | None,
+        default="5e-5; 2e-4 for --lora; 0.25 for native recipes; 1.5/steps of a code, at most 0.015, for --recover",
+        example="5e-5",
+        panel=None,
+    )
+    lr_rule: str | None = _train(
+        None,
+        "Rule for the learning rate of each parameter, for native recipes",
+        default="u-mup",
+        choices=LEARNING_RATES,
+    )
+    schedule: str = _train("linear", "Schedule of the learning rate after the warm-up", choices=_SCHEDULES)
+    warmup: float = _train(0.1, "Warm-up from rate 0, as a fraction of all steps", Ge(0), Lt(1))
+    weight_decay: float = _train(0.01, "Weight decay of AdamW", Ge(0))
+    beta2: float = _train(0.999, "AdamW's beta2, the decay rate of the second moment", Ge(0), Lt(1), example="0.999")
+    clip: float = _train(1.0, "Largest gradient norm, to which gradients are clipped; 0 for no clipping", Ge(0))
+    seed: int = _train(0, "First seed", Ge(0))
+    save_every: int | None = _train(
+        None, "Save a checkpoint every N steps; 0 for none", Ge(0), default="about every ten minutes"
+    )
+    save: str = _train(
+        "converted",
+        "Save the model in its converted form, or as a plain checkpoint",
+        what="form to save",
+        choices=_SAVES,
+    )
+    compile: bool = _train(False, "Compile the model with torch.compile")
+    max_memory: int | None = option(
+        None,
         size_option(
             "Refuse to start if the estimated memory exceeds this, such as 8GB",
             default="the free memory",
             panel=_TRAINING,
             of_run=True,
         ),
-    ] = None
-    parallel: Annotated[
-        str,
-        _train(
-            "How torchrun's processes share the model: a copy each (ddp) or a part each (fsdp2)",
-            what="kind of parallelism",
-            only="command",  # torchrun starts processes, which jobs do not
-            choices=PARALLEL,
-        ),
-    ] = "ddp"
-    log_to: Annotated[
-        tuple[str, ...],
-        _train(
-            "Service to log to, as in Trainer's report_to",
-            default="none",
-            what="place to log to",
-            choices=LOGGERS,
-            of_run=True,
-        ),
-    ] = ()
-    twin: Annotated[
-        str,
-        _check("Precision of the twin, a second run to compare with", choices=_TWINS, spellings=PRECISION_SPELLINGS),
-    ] = "fp32"
-    seeds: Annotated[int, Ge(1), _check("Number of seeds, whose spread shows the noise")] = 1
-    eval_every: Annotated[
-        int | None,
-        Ge(0),
-        _check(
-            "Evaluate every N steps; 0 for only after the last step",
-            default="every quarter of the run, at least 10 steps; only after the last step for --recover",
-        ),
-    ] = None
-    eval_batches: Annotated[int, Ge(1), _check("Largest number of batches per evaluation")] = 16
-    track_every: Annotated[
-        int | None,
-        Ge(0),
-        _check("Record underflow every N steps; 0 for never", default="every tenth of the run, at least 5 steps"),
-    ] = None
-    check_gradients: Annotated[
-        bool,
-        _check("Before training with scaled tensors, compare their gradients in fp32 with the plain model's"),
-    ] = True
-    lca: Annotated[bool, _check("Measure how much each layer, and its rounding, changes the loss at every step")] = (
-        False
     )
-    gates: Annotated[
-        tuple[str, ...],
+    parallel: str = _train(
+        "ddp",
+        "How torchrun's processes share the model: a copy each (ddp) or a part each (fsdp2)",
+        what="kind of parallelism",
+        only="command",
+        choices=PARALLEL,
+    )  # torchrun starts processes, which jobs do not
+    log_to: tuple[str, ...] = _train(
+        (),
+        "Service to log to, as in Trainer's report_to",
+        default="none",
+        what="place to log to",
+        choices=LOGGERS,
+        of_run=True,
+    )
+    twin: str = _check(
+        "fp32", "Precision of the twin, a second run to compare with", choices=_TWINS, spellings=PRECISION_SPELLINGS
+    )
+    seeds: int = _check(1, "Number of seeds, whose spread shows the noise", Ge(1))
+    eval_every: int | None = _check(
+        None,
+        "Evaluate every N steps; 0 for only after the last step",
+        Ge(0),
+        default="every quarter of the run, at least 10 steps; only after the last step for --recover",
+    )
+    eval_batches: int = _check(16, "Largest number of batches per evaluation", Ge(1))
+    track_every: int | None = _check(
+        None, "Record underflow every N steps; 0 for never", Ge(0), default="every tenth of the run, at least 5 steps"
+    )
+    check_gradients: bool = _check(
+        True, "Before training with scaled tensors, compare their gradients in fp32 with the plain model's"
+    )
+    lca: bool = _check(False, "Measure how much each layer, and its rounding, changes the loss at every step")
+    gates: tuple[str, ...] = option(
+        (),
         gate_option(
             "Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'", kind="finetune", panel=_DIAGNOSTICS
         ),
-    ] = ()
+    )
     revision: Revision = None
     allow_missing: AllowMissing = False
     resume: Resume = False
