@@ -19,7 +19,7 @@ VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
 # Whether the command was given -q: print the headline of a result, and nothing about progress.
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 _LINE_EVERY_S = 30.0
-_LONG = ("steps", "layers", "tokens", "answers")  # units of phases that take long
+_LONG = ("steps", "layers", "answers")  # units of phases that take long
 _WIDE = 120  # columns of a terminal with room for long bars and memory
 
 

@@ -172,7 +172,7 @@ def _rounding(plan: Plan) -> int:
     of_text = 4 * (plan.options.calibration_tokens or 0) * walks
     states = 2 * of_text * hidden
     waiting = states + min(of_text * max(6 * hidden, 2 * hidden + inner), _HELD_BYTES)
-    kept = min(5 * waiting // 4, walks * _KEPT_BYTES)
+    kept = min(waiting // 2, walks * _KEPT_BYTES)
     others, experts = ([t for t in weights if (".experts." in t.name) == is_expert] for is_expert in (False, True))
     codes, largest = _codes_of_layer(weights), max((t.bytes_out for t in weights), default=0)
     # Experts are the last weights of a layer. Once it is rounded, its codes are written.

@@ -197,7 +197,7 @@ def counted_layers(model: Any, steps: int, progress: Progress) -> Iterator[None]
             output.register_hook(lambda grad: progress.advance(1))  # type: ignore[no-untyped-call]  # untyped in torch
 
     layers = dict(weighted_modules(model)).values()
-    progress.start(f"{plural(steps, 'step')} forward and backward", 2 * steps * len(layers), unit="layers")
+    progress.start(f"{plural(steps, 'step')} forward and backward", 2 * steps * len(layers), unit="passes")
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(count))

@@ -134,7 +134,7 @@ def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path, flusher: Thre
 
 
 def test_an_interrupt_leaves_no_part_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(os, "fsync", lambda fd: signal.default_int_handler(signal.SIGINT, None))
     with pytest.raises(KeyboardInterrupt):
         write_small(tmp_path / "small", "new")
     assert not any(tmp_path.iterdir())
