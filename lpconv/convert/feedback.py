@@ -15,7 +15,7 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -400,23 +400,26 @@ class _Rounding:
 
     def _factor(self, run: LayerRun, source: LayerRun | None, matrices: tuple[Matrix, ...]) -> Factor:
         """The factor of the inputs of the matrices that are next."""
-        error: Exception | None = None
-        for dtype in (torch.float32, torch.float64):
-            moment: Moment | None = None  # frees memory
-            for number, product in run.products(matrices):
-                moment = moment or Moment.zero(product.x.shape[-1], is_transposed=product.is_transposed)
-                in_source = None if source is None else source.product(number, matrices)
-                moment.add(product.x, None if in_source is None else in_source.x)
-            assert moment is not None, matrices
-            trim_heap()  # of activations that are no longer held
-            try:
-                return moment.factor(dtype)
-            except (ValueError, ArithmeticError) as e:
-                error = e
-        raise InputError(
-            f"`{matrices[0].name}`: {error} on the text",
-            hint="check with `lpconv inspect --stats` whether the weights are finite",
-        ) from error
+        try:
+            with suppress(ArithmeticError):
+                return self._moment(run, source, matrices).factor()
+            return self._moment(run, source, matrices).factor(torch.float64)
+        except (ValueError, ArithmeticError) as e:
+            raise InputError(
+                f"`{matrices[0].name}`: {e} on the text",
+                hint="check with `lpconv inspect --stats` whether the weights are finite",
+            ) from e
+
+    def _moment(self, run: LayerRun, source: LayerRun | None, matrices: tuple[Matrix, ...]) -> Moment:
+        """The sums over the inputs of the matrices that are next."""
+        moment: Moment | None = None
+        for number, product in run.products(matrices):
+            moment = moment or Moment.zero(product.x.shape[-1], is_transposed=product.is_transposed)
+            in_source = None if source is None else source.product(number, matrices)
+            moment.add(product.x, None if in_source is None else in_source.x)
+        assert moment is not None, matrices
+        trim_heap()  # of activations that are no longer held
+        return moment
 
     def _squares_of_stacks(self, index: int, wanted: Collection[Matrix]) -> dict[str, Tensor]:
         """Sums of squares of the inputs of each column, [matrices, columns], for tensors that hold several matrices.

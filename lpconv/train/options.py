@@ -222,9 +222,9 @@ class FinetuneOptions:
         "ddp",
         "How torchrun's processes share the model: a copy each (ddp) or a part each (fsdp2)",
         what="kind of parallelism",
-        only="command",
+        only="command",  # torchrun starts processes, which jobs do not
         choices=PARALLEL,
-    )  # torchrun starts processes, which jobs do not
+    )
     log_to: tuple[str, ...] = _train(
         (),
         "Service to log to, as in Trainer's report_to",

@@ -50,8 +50,8 @@ class VerifyOptions:
     detect: float | None = option(
         None,
         "Report how many questions, or windows of --data, show this drop of a score, or rise of the loss",
-        Ge(1e-6),
-    )  # less would need billions of windows
+        Ge(1e-6),  # less would need billions of windows
+    )
     attestation: Path | None = option(
         None, "Statement by `lpconv attest` to check the files against", metavar="FILE", parse=Path, is_path=True
     )
