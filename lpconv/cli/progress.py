@@ -112,7 +112,7 @@ class _Lines:
 
     def advance(self, amount: int, figures: str = "") -> None:
         self._done += amount
-        self._figures = figures
+        self._figures, self._advanced_s = figures, time.monotonic()
 
     def message(self, text: str) -> None:
         since_start = f"{time.monotonic() - self._started_s:8.1f} s  " if VERBOSE.get() else ""
@@ -124,6 +124,7 @@ class _Lines:
     def _begin(self, phase: str, total: int, unit: str, done: int) -> None:
         self._phase, self._total, self._unit, self._done, self._figures = phase, total, unit, done, ""
         self._first, self._phase_s = done, time.monotonic()
+        self._advanced_s = self._phase_s
 
     def _print_regularly(self, stderr: object) -> None:
         while not self._stopped.wait(_LINE_EVERY_S):
@@ -132,14 +133,18 @@ class _Lines:
 
     def _state(self) -> str:
         """The phase, n of total, the latest figures, and the time left, or the time spent if the total is unknown."""
-        taken_s, done, total = time.monotonic() - self._phase_s, self._done - self._first, self._total
+        done, total = self._done - self._first, self._total
         if not total:
-            return f"{self._phase}: {duration_text(taken_s)} so far"
+            return f"{self._phase}: {duration_text(time.monotonic() - self._phase_s)} so far"
         if self._done >= total:
             return f"finishing: {self._phase}"
         so_far = size_text(self._done) if self._unit == "bytes" else count_text(self._done)
         of_total = f"{so_far} of {self._amount(total)}"
-        left = f"about {duration_text(taken_s / done * (total - self._done))} left" if done > 0 else ""
+        left = ""
+        if done > 0:
+            each_s = (self._advanced_s - self._phase_s) / done
+            begun_s = min(time.monotonic() - self._advanced_s, each_s)  # in the one that is not finished
+            left = f"about {duration_text(each_s * (total - self._done) - begun_s)} left"
         return f"{self._phase}: {', '.join(filter(None, (of_total, self._figures, left)))}"
 
     def _amount(self, count: int) -> str:

@@ -222,6 +222,9 @@ class TensorRounding:
         The codes of a tensor with several matrices are stored by `finish`.
         """
         self._num_inputs[matrix.index] = factor.num_inputs
+        if not factor.is_transposed:  # whose rows have one input
+            self._measured = self.form.with_column_errors(self._measured, matrix.index, factor.column_errors())
+            self.parts = {**self.parts, **{c.name: self._measured.side[c.name] for c in self.form.plain.side}}
         step = -(-self._size // _SAMPLED)
         for first_row, weight, scales in self._slabs(matrix.index, is_whole=factor.is_transposed):
             weight_RC, scales_RC = map(factor.oriented, (weight, scales))

@@ -56,6 +56,16 @@ class Factor:
         """A stored matrix as [outputs, inputs], or the other way round."""
         return stored.t() if self.is_transposed else stored
 
+    def column_errors(self) -> Tensor:
+        """The diagonal of L in the weights' order [C]: the error of the outputs for an error of 1 in each column.
+
+        Later columns compensate what they can. Columns that no input reaches count like the geometric mean.
+        """
+        errors_C = torch.empty_like(self.squares_C)
+        errors_C[self.order] = self.lower_CC.diagonal()
+        is_reached = self.squares_C > 0
+        return errors_C.where(is_reached, errors_C[is_reached].log().mean().nan_to_num(0.0).exp())
+
     def squared_outputs(self, weight_RC: Tensor) -> float:
         """‖W X‖², the squared size of a weight's outputs."""
         ordered_RC = weight_RC[:, self.order]

@@ -12,6 +12,9 @@ is ten times as fast to decode as range coders with less overhead (docs/methods/
 
 `NAME_blocks` has the bytes of every block, and `NAME_shape` has no numbers, only a shape: 0 and then the tensor's.
 Steps have 9 significant bits, so that step · code is exact in fp32.
+
+With error feedback, `NAME_columns` (e4m3fn) has a factor of the step for every column. The codes of a block then are in
+the order of columns of rising factors, whose quarters are coded apart, because columns of larger steps need fewer bits.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -20,7 +23,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
     # this changed.
     Histogram = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
-_BLOCKS_SUFFIX, _SHAPE_SUFFIX = "_blocks", "_shape"
+_BLOCKS_SUFFIX, _SHAPE_SUFFIX, _COLUMNS_SUFFIX = "_blocks", "_shape", "_columns"
 _BLOCK = 2**16  # integers that are coded together
 _LEAST_BYTES = 2**8  # of a coded block: with fewer, its table would take a large part
 _LEVEL = 12  # the most: at 4 bits, 0.2 % less than the default, in nearly the same time
@@ -60,30 +63,43 @@ _STEPS = 256  # steps between two powers of two: 9 bits, and codes have 15
 _LARGEST = 2**15 - 1  # code
 _LEAST_STEP, _LARGEST_NUMBER = -126 * _STEPS, 2.0**124  # in fp32, which also has a step of 8 times this number
 _TRIES = 3
+_PARTS = 4  # of a block with factors of columns, each coded for its own frequencies
+_LEAST_PART = 2**14  # integers: on smaller matrices, four tables cost what factors save
+_LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-6, 2.0**8  # normal numbers of e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyCoded(CodedForm):
-    """Integers with one step, of which the coded blocks take at most `payload` bytes."""
+    """Integers with one step, of which the coded blocks take at most `payload` bytes.
+
+    With `has_columns`, the step has a factor for every column of every matrix.
+    """
 
     kind: ClassVar[str] = "entropy"
-    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, _BLOCKS_SUFFIX, _SHAPE_SUFFIX)
+    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, _BLOCKS_SUFFIX, _SHAPE_SUFFIX, _COLUMNS_SUFFIX)
     encoded_per_second: ClassVar[float] = 2e7
     checked_per_second: ClassVar[float] = 1e7
 
     has_pow2_scale: bool = False
     payload: int
+    has_columns: bool = False
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
-        return cls(name=name, shape=shape, format=format, payload=_payload(shape, settings.budget_bits))
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Self:
+        form = cls(name=name, shape=shape, format=format, payload=0)
+        if settings.has_feedback and len(shape) > 1:
+            divided = replace(form, has_columns=True)
+            form = divided if divided.cols >= _PARTS * _LEAST_PART else form
+        budget = math.floor(settings.budget_bits * form.num_elements / 8)
+        return replace(form, payload=budget - sum(c.num_bytes for c in form.side))
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         if shape and shape[-1] > MAX_COLS:
             return f"rows of {shape[-1]} elements are too long for blocks of whole rows"
-        if _payload(shape, settings.budget_bits) < _LEAST_BYTES * _num_blocks(shape):
-            return f"{math.prod(shape)} elements are too few to be entropy-coded at {settings.budget_bits:g} bits"
+        form = cls.of("", shape, format, settings)
+        if form.payload < _LEAST_BYTES * form._num_blocks:
+            return f"{form.num_elements} elements are too few to be entropy-coded at {settings.budget_bits:g} bits"
         return None
 
     @classmethod
@@ -91,19 +107,23 @@ class EntropyCoded(CodedForm):
         codes, shape = headers.root[name], headers.root.get(name + _SHAPE_SUFFIX)
         if headers.quantised_by != cls.quantised_by or shape is None or len(codes.shape) != 2:
             return None
-        form = cls(name=name, shape=shape.shape[1:], format=CODED, payload=codes.shape[1])
+        dims = shape.shape[1:]
+        has_columns = name + _COLUMNS_SUFFIX in headers.root and len(dims) > 1 and 0 not in dims
+        form = cls(name=name, shape=dims, format=CODED, payload=codes.shape[1], has_columns=has_columns)
         return form if all(map(headers.holds, form.components)) else None
 
     @property
     def words(self) -> str:
-        return "entropy-coded integers with one step"
+        return "entropy-coded integers with one step" + " and a factor of each column" * self.has_columns
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
+        columns = Component(name=self.name + _COLUMNS_SUFFIX, dtype="F8_E4M3", shape=(*self.shape[:-2], self._width))
         return (
             Component(name=self.name + SCALE_SUFFIX, dtype="F32", shape=(1,)),
-            Component(name=self.name + _BLOCKS_SUFFIX, dtype="I32", shape=(_num_blocks(self.shape),)),
+            Component(name=self.name + _BLOCKS_SUFFIX, dtype="I32", shape=(self._num_blocks,)),
             Component(name=self.name + _SHAPE_SUFFIX, dtype="U8", shape=(0, *self.shape)),
+            *([columns] if self.has_columns else []),
             Component(name=self.name, dtype="U8", shape=(1, self.payload)),
         )
 
@@ -111,9 +131,29 @@ class EntropyCoded(CodedForm):
     def bits(self) -> int:
         return 8 * self.num_bytes // self.num_elements
 
+    @property
+    def _width(self) -> int:
+        """Elements of a row."""
+        return max(self.shape[-1], 1) if self.shape else 1
+
+    @property
+    def _height(self) -> int:
+        """Rows of a matrix."""
+        return self.shape[-2]
+
     @functools.cached_property
     def cols(self) -> int:
-        return _block_size(self.shape)
+        """Elements of a block, whole rows: about 2^16, or four times as many of one matrix, in nearly equal blocks."""
+        if not self.has_columns:
+            return max(_BLOCK // self._width, 1) * self._width
+        count = min(-(-self._height * self._width // (_PARTS * _BLOCK)), self._height)  # blocks of a matrix
+        while len(self.shape) > 2 and self._height % count:
+            count += 1
+        return -(-self._height // count) * self._width
+
+    @property
+    def _num_blocks(self) -> int:
+        return -(-self.num_elements // self.cols)
 
     @property
     def packed(self) -> str:
@@ -122,37 +162,64 @@ class EntropyCoded(CodedForm):
     @property
     def plain(self) -> Form:
         """fp32 numbers for the integers."""
-        return ScaledCodes(name=self.name, shape=self.shape, format=FORMATS["fp32"], has_pow2_scale=False)
+        return _Uncoded(name=self.name, shape=self.shape, format=FORMATS["fp32"], has_pow2_scale=False, coded=self)
 
     def from_plain(self, parts: Side) -> Side:
         import torch
 
-        coded = list(self._coded(parts[self.name].view(-1).to(torch.int16).numpy()))
+        coded = list(self._coded(parts[self.name].view(-1).to(torch.int16).numpy(), 0, parts))
         data, step = b"".join(coded), self.scale(parts)
+        kept = {n: x for n, x in parts.items() if n == self.name + _COLUMNS_SUFFIX}
         if len(data) > self.payload:  # a step 2^b times as large saves b bits of each number
             surplus = 8 * (len(data) - self.payload) / self.num_elements
-            return self._side(_step(_index(step * 2**surplus) + 1), [])
+            return {**self._side(_step(_index(step * 2**surplus) + 1), []), **kept}
         payload = torch.frombuffer(bytearray(data.ljust(self.payload, b"\0")), dtype=torch.uint8).view(1, -1)
-        return {**self._side(step, list(map(len, coded))), self.name: payload}
+        return {**self._side(step, list(map(len, coded))), **kept, self.name: payload}
 
     def _side(self, step: float, sizes: Sequence[int]) -> Side:
+        """The side tensors, with equal columns."""
         import torch
 
+        columns = {c.name: torch.ones(c.shape).to(torch.float8_e4m3fn) for c in self.side if c.dtype == "F8_E4M3"}
         return {
             self.name + SCALE_SUFFIX: torch.tensor([step], dtype=torch.float32),
             self.name + _BLOCKS_SUFFIX: torch.tensor(sizes, dtype=torch.int32),
             self.name + _SHAPE_SUFFIX: torch.empty((0, *self.shape), dtype=torch.uint8),
+            **columns,
         }
+
+    def with_column_errors(self, measured: Measurement, index: int, errors: Tensor) -> Measurement:
+        """Steps inverse to the errors: at equal bits, the product of a column's step and its error is then the same."""
+        import torch
+
+        if not self.has_columns:
+            return measured
+        logs = errors.clamp_min(torch.finfo(torch.float32).tiny).log2()
+        least = max(
+            measured.stats.absmax / self.scale(measured.side) / _LARGEST * 2, _LEAST_FACTOR
+        )  # codes have a bound
+        factors = (logs.mean() - logs).exp2_().clamp_(least, _LARGEST_FACTOR).to(torch.float8_e4m3fn)
+        columns = measured.side[self.name + _COLUMNS_SUFFIX].clone()
+        columns.view(torch.uint8).view(-1, self._width)[index] = factors.view(torch.uint8)
+        return replace(measured, side={**measured.side, self.name + _COLUMNS_SUFFIX: columns})
 
     def scale(self, side: Side) -> float:
         return float(side[self.name + SCALE_SUFFIX])
 
-    def code_scale(self, side: Side, start: int, stop: int) -> float:
-        return self.scale(side)
+    def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
+        import torch
+
+        if not self.has_columns:
+            return self.scale(side)
+        steps = side[self.name + _COLUMNS_SUFFIX].float().view(-1, self._width) * self.scale(side)
+        first, last = start // self._width, stop // self._width
+        return steps.expand(last - first, -1) if len(steps) == 1 else steps[torch.arange(first, last) // self._height]
 
     def is_valid_side(self, side: Side) -> bool:
         sizes = side[self.name + _BLOCKS_SUFFIX]
-        return 0 < self.scale(side) < math.inf and bool((sizes > 0).all()) and int(sizes.sum()) <= self.payload
+        is_positive = not self.has_columns or bool((side[self.name + _COLUMNS_SUFFIX].float() > 0).all())  # not NaN
+        fits = bool((sizes > 0).all()) and int(sizes.sum()) <= self.payload
+        return is_positive and fits and 0 < self.scale(side) < math.inf
 
     def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         """A histogram of the block's numbers, rounded to 16 bits. Raises InputError for NaN, Inf and beyond 2^124."""
@@ -174,7 +241,8 @@ class EntropyCoded(CodedForm):
 
         def coded_sizes(step: float) -> list[int]:
             def sizes(x: Tensor, start: int, work: Workspace) -> list[int]:
-                return [len(coded) for coded in self._coded(_codes(as_float32(x, work), step))]
+                codes = _codes(as_float32(x, work), step)
+                return [len(coded) for coded in self._coded(codes, start, self._side(step, []))]
 
             return [size for block in over(sizes) for size in block]
 
@@ -188,18 +256,34 @@ class EntropyCoded(CodedForm):
 
         if self.chosen is not None:
             return super().encode(x, start, measured, work)
-        value, step = as_float32(x, work), self.scale(measured.side)
+        value, stop = as_float32(x, work), start + x.numel()
+        step = self.code_scale(measured.side, start, stop)
         codes = _codes(value, step)
-        first, last = self.place(start, start + x.numel(), measured.side)
-        coded = b"".join(self._coded(codes)).ljust(last - first, b"\0")
-        got = torch.mul(torch.from_numpy(codes), step, out=work.scratch.error[: x.numel()])
+        first, last = self.place(start, stop, measured.side)
+        coded = b"".join(self._coded(codes, start, measured.side)).ljust(last - first, b"\0")
+        got = work.scratch.error[: x.numel()].copy_(torch.from_numpy(codes))
+        (got if isinstance(step, float) else got.view(step.shape)).mul_(step)
         data = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
         return EncodedBlock(data=(data,), error=block_error(value, got))
 
-    def _coded(self, codes: NDArray[np.int16]) -> Iterator[bytes]:
-        """The coded blocks of some whole rows."""
-        for start, stop in block_ranges(len(codes), self.cols, block_size=self.cols):
-            yield coded_numbers(codes[start:stop], level=_LEVEL)
+    def _coded(self, codes: NDArray[np.int16], start: int, side: Side) -> Iterator[bytes]:
+        """The coded blocks of some whole rows, from element `start` on."""
+        for first, last in block_ranges(len(codes), self.cols, block_size=self.cols):
+            block, order = codes[first:last], self._order(start + first, side)
+            if order is None:
+                yield coded_numbers(block, level=_LEVEL)
+            else:
+                by_column = block.reshape(-1, self._width).T[order]
+                yield coded_numbers(by_column.ravel(), level=_LEVEL, parts=_PARTS)
+
+    def _order(self, start: int, side: Side) -> NDArray[np.int64] | None:
+        """The columns of the matrix of element `start` by rising factors, in which they are coded."""
+        import torch
+
+        if not self.has_columns:
+            return None
+        factors = side[self.name + _COLUMNS_SUFFIX].view(torch.uint8).view(-1, self._width)  # rise like their bytes
+        return factors[start // (self._height * self._width)].numpy().argsort(kind="stable")
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
         sizes = side[self.name + _BLOCKS_SUFFIX]
@@ -212,28 +296,38 @@ class EntropyCoded(CodedForm):
 
         sizes = side[self.name + _BLOCKS_SUFFIX][start // self.cols : -(-stop // self.cols)].tolist()
         codes, coded, at = torch.empty(stop - start, dtype=torch.int16), data[0].numpy(), 0
-        for size, block in zip(sizes, torch.split(codes, self.cols), strict=True):
+        for index, (size, block) in enumerate(zip(sizes, torch.split(codes, self.cols), strict=True)):
             if not decode_numbers(coded[at : at + size].tobytes(), block.numpy()):
                 raise InputError(f"the codes of `{self.name}` are damaged", hint="download the checkpoint again")
             at += size
-        return codes.float().mul_(self.scale(side))
+            order = self._order(start + index * self.cols, side)
+            if order is not None:
+                by_column = block.numpy().reshape(self._width, -1).copy()
+                block.numpy().reshape(-1, self._width).T[order] = by_column
+        values, step = codes.float(), self.code_scale(side, start, stop)
+        (values if isinstance(step, float) else values.view(step.shape)).mul_(step)
+        return values
 
     decode_to = Form.decode_to  # that of `CodedForm` is for codes with places of their own
 
 
-def _block_size(shape: tuple[int, ...]) -> int:
-    """Elements of a coded block: whole rows, at least one."""
-    cols = max(shape[-1] if shape else 1, 1)
-    return max(_BLOCK // cols, 1) * cols
+@dataclass(frozen=True, kw_only=True)
+class _Uncoded(ScaledCodes):
+    """fp32 numbers for the integers of `coded`, with the same steps."""
 
+    coded: EntropyCoded
 
-def _num_blocks(shape: tuple[int, ...]) -> int:
-    return -(-math.prod(shape) // _block_size(shape))
+    @functools.cached_property
+    def components(self) -> tuple[Component, ...]:
+        columns = (c for c in self.coded.side if c.dtype == "F8_E4M3")
+        return (*columns, *super().components)
 
+    @property
+    def cols(self) -> int:
+        return self.coded.shape[-1] if self.coded.has_columns else 1
 
-def _payload(shape: tuple[int, ...], bits: float) -> int:
-    """Bytes for coded blocks within a budget of bits per element, which also pays for the step and the sizes."""
-    return math.floor(bits * math.prod(shape) / 8) - 4 - 4 * _num_blocks(shape)
+    def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
+        return self.coded.code_scale(side, start, stop)
 
 
 def _histogram(x: Tensor) -> Histogram:
@@ -258,11 +352,11 @@ def _joined(histograms: Sequence[Histogram]) -> Histogram:
     return numbers, of_all, rounded
 
 
-def _codes(value: Tensor, step: float) -> NDArray[np.int16]:
-    """The nearest integer multiples of a step, which the step keeps within 16 bits."""
+def _codes(value: Tensor, step: float | Tensor) -> NDArray[np.int16]:
+    """The nearest integer multiples of a step, or one for each column, which keep within 16 bits."""
     import numpy as np
 
-    codes = value.numpy() / np.float32(step)
+    codes = (value / step if isinstance(step, float) else value.view(step.shape) / step).numpy().reshape(-1)
     return np.clip(np.rint(codes, out=codes), -_LARGEST, _LARGEST, out=codes).astype(np.int16)
 
 

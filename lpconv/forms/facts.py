@@ -23,7 +23,8 @@ class FormSettings:
     """Settings of a conversion that apply to all tensors.
 
     `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
-    of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `inputs`
+    of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `has_feedback`
+    means that codes of matrices are chosen by error feedback. `inputs`
     is how readers round inputs, None as usual (`layouts/compressed_config.py`), `kv_cache` means that the file has
     scales of keys and values, `is_expert` that the weight belongs to one of several experts, `is_stack` that it
     contains several, and `is_table` that it is an embedding. `family` is the model's `model_type`, for experts.
@@ -34,6 +35,7 @@ class FormSettings:
     residual: str = "bf16"
     budget_bits: float = math.inf
     points_max: int = 1
+    has_feedback: bool = False
     inputs: str | None = None
     kv_cache: bool = False
     is_expert: bool = False

@@ -345,6 +345,13 @@ class Form(Stored):
         """
         return self
 
+    def with_column_errors(self, measured: Measurement, index: int, errors: Tensor) -> Measurement:
+        """The measurement with steps for the columns of matrix number `index`, if the form has such steps.
+
+        `errors` are proportional to the errors of the outputs for an error of 1 in each column, fp32 [cols].
+        """
+        return measured
+
     def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         """The first pass over one block. Raises InputError like `measure`."""
         from lpconv.forms.blocks import block_stats

@@ -67,7 +67,7 @@ class ScaledCodes(CodedForm):
     def scale(self, side: Side) -> float:
         return float(side[self.name + SCALE_SUFFIX])
 
-    def code_scale(self, side: Side, start: int, stop: int) -> float:
+    def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
         return self.scale(side)
 
     def is_valid_side(self, side: Side) -> bool:

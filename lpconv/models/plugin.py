@@ -58,7 +58,7 @@ LOADER = "lpconv_loader"
 FORMAT_VERSION = 1
 SCALE_SUFFIX = "_scale"
 POINTS_SUFFIX = "_points"
-BLOCKS_SUFFIX, SHAPE_SUFFIX = "_blocks", "_shape"
+BLOCKS_SUFFIX, SHAPE_SUFFIX, COLUMNS_SUFFIX = "_blocks", "_shape", "_columns"
 MULTIPOINT = "multipoint"
 CODED = "int16"  # integers that are entropy-coded
 BLOCK = 2**16
@@ -171,8 +171,8 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                 fmt = self.hf_quantizer.format_of(name)
                 tensors[name] = decode_points(tensors[name][0], scales.pop(name), counts[name], fmt)
             for name in scales.keys() & blocks.keys():
-                shape = tensors[name + SHAPE_SUFFIX].shape[1:]
-                tensors[name] = decode_blocks(tensors[name][0], scales.pop(name), blocks[name], shape)
+                shape, columns = tensors[name + SHAPE_SUFFIX].shape[1:], tensors.get(name + COLUMNS_SUFFIX)
+                tensors[name] = decode_blocks(tensors[name][0], scales.pop(name), blocks[name], shape, columns)
             for name, scale in scales.items():
                 if self.merging:
                     self.hf_quantizer.merged_scales[name] = scale.cpu()
@@ -227,7 +227,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         if config.method == MULTIPOINT:
             return SCALE_SUFFIX, POINTS_SUFFIX
         is_coded = CODED in (config.format, *config.exceptions.values())
-        return (SCALE_SUFFIX, BLOCKS_SUFFIX, SHAPE_SUFFIX) if is_coded else (SCALE_SUFFIX,)
+        return (SCALE_SUFFIX, BLOCKS_SUFFIX, SHAPE_SUFFIX, COLUMNS_SUFFIX) if is_coded else (SCALE_SUFFIX,)
 
     def update_weight_conversions(self, weight_conversions: list[WeightTransform], *args: Any) -> list[WeightTransform]:
         """Rename each scale like its codes, so that both reach one parameter, and decode before anything else."""
@@ -386,18 +386,30 @@ def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Te
     return values.reshape(*counts.shape, -1)
 
 
-def decode_blocks(coded: Tensor, scale: Tensor, sizes: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The fp32 weight of `shape` from blocks of entropy-coded integers; `sizes` are their bytes."""
+def decode_blocks(
+    coded: Tensor, step: Tensor, sizes: Tensor, shape: tuple[int, ...], factors: Tensor | None = None
+) -> Tensor:
+    """The fp32 weight of `shape` from blocks of entropy-coded integers; `sizes` are their bytes.
+
+    `factors` of the step, for the columns of each matrix, also give the order of columns in a block.
+    """
     if pco is None:
         raise ImportError(
             "these weights are entropy-coded: install the package that decodes them, `pip install pcodec`"
         )
     codes, raw, at = torch.empty(math.prod(shape), dtype=torch.int16), coded.cpu().numpy(), 0
-    for size, block in zip(sizes.tolist(), torch.split(codes, max(BLOCK // shape[-1], 1) * shape[-1]), strict=True):
-        if pco.simple_decompress_into(raw[at : at + size].tobytes(), block.numpy()).n_processed != len(block):
+    rows = codes.view(-1, shape[-1])
+    count = max(BLOCK // shape[-1], 1) if factors is None else -(-len(rows) // len(sizes))  # rows of a block
+    for index, (size, block) in enumerate(zip(sizes.tolist(), torch.split(rows, count), strict=True)):
+        out = block.numpy().reshape(-1)
+        if pco.simple_decompress_into(raw[at : at + size].tobytes(), out).n_processed != len(out):
             raise ValueError("a block of entropy-coded integers is damaged; download the checkpoint again")
         at += size
-    return (codes.to(coded.device) * scale.to(coded.device)).view(shape)
+        if factors is not None:
+            own = factors.cpu().view(torch.uint8).view(-1, shape[-1])[index * count // shape[-2]]
+            block[:, own.argsort(stable=True)] = block.reshape(shape[-1], -1).T.clone()
+    steps = step if factors is None else (factors.float() * step).unsqueeze(-2)
+    return codes.to(coded.device).view(shape) * steps.to(coded.device)
 
 
 def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:

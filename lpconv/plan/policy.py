@@ -19,7 +19,7 @@ from lpconv.gguf.arranged import transposed
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.layouts.linears import LinearModules
 from lpconv.methods import METHODS
-from lpconv.plan.options import FilledOptions, FormatRule, matches
+from lpconv.plan.options import NEAREST, FilledOptions, FormatRule, matches
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
 # Weights left in 16 bits, by parts of their names in known architectures; other names follow the rule for matrices. The
@@ -131,6 +131,7 @@ def settings_for(options: FilledOptions, linears: LinearModules | None = None, n
     return FormSettings(
         scale=options.scale or "pow2",
         grain=get_grain(options.granularity),
+        has_feedback=options.rounding != NEAREST,
         inputs=options.rounds_inputs,
         kv_cache=options.kv_cache is not None,
         is_expert=linears is not None and name in linears.experts,

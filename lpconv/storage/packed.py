@@ -133,14 +133,15 @@ def _decoded(coded: bytes, coding: int, length: int) -> bytes:
 
 
 def coded_numbers(numbers: NDArray[Any], *, level: int, parts: int = 1) -> bytes:
-    """Numbers in Pco's format, as values without order; equal `parts` are coded apart."""
+    """Numbers in Pco's format, as values without order; `parts` of nearly equal length are coded apart."""
+    import numpy as np
     from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, standalone
 
     as_they_are = ChunkConfig(
         compression_level=level,
         mode_spec=ModeSpec.classic(),
         delta_spec=DeltaSpec.no_op(),
-        paging_spec=PagingSpec.exact_page_sizes([numbers.size // parts] * parts),
+        paging_spec=PagingSpec.exact_page_sizes([x.size for x in np.array_split(numbers.reshape(-1), parts)]),
         enable_8_bit=True,
     )
     return bytes(standalone.simple_compress(numbers, as_they_are))
