@@ -15,10 +15,12 @@ from typing import Any
 from benchmarks import common
 
 MODELS = {"demo": "demo (0.9 M)", "smollm2": "SmolLM2 135M", "gemma3": "Gemma 3 270M"}
+_CODED = tuple(f"{n:g} bits" for n in (2.5, 3, 3.5, 4, 4.5, 6))
 # By name in the picture: the rounding of each, and its layouts. Those of one layout are points.
 CURVES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "one step, entropy-coded, nearest": ("nearest", tuple(f"{n:g} bits" for n in (2.5, 3, 3.5, 4, 4.5, 6))),
-    "one step, entropy-coded, gptq": ("gptq", tuple(f"{n:g} bits" for n in (2.5, 3, 3.5, 4, 4.5, 6))),
+    "entropy-coded, nearest": ("nearest", _CODED),
+    "entropy-coded, gptq, one step": ("gptq, one step", _CODED),
+    "entropy-coded, gptq": ("gptq", _CODED),
     "integers in groups of 32, nearest": ("nearest", tuple(f"int{n} g32" for n in (2, 3, 4, 5, 6))),
     "integers in groups of 32, gptaq and search": ("gptaq, search", tuple(f"int{n} g32" for n in (2, 3, 4, 5, 6))),
     "int4 in groups of 32, gptq and search": ("gptq, search", ("int4 g32",)),

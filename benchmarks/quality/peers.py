@@ -37,7 +37,7 @@ from benchmarks import common
 from benchmarks.models import model_folder
 from benchmarks.quality.feedback import GPTAQ, GPTQ, SEARCH
 from benchmarks.quality.held_out import LENGTH, WINDOWS, compare, outputs_of, texts, windows_of
-from benchmarks.quality.variants import EXPERTS, QRONOS
+from benchmarks.quality.variants import ALL, EXPERTS, ONE_STEP, QRONOS
 from lpconv.data import demo_text
 
 TOKENS, SEEDS, MODELS = 8192, (0, 1, 2), ("demo", "smollm2", "gemma3")
@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a pack
     **{f"{n:g} bits": (f"--bits {n:g}", "", None) for n in (2.5, 3, 3.5, 4, 4.5, 6)},
 }
 VARIANTS = {  # run only if named by --rounding
+    **dict.fromkeys(ONE_STEP, GPTQ),
     **{f"{name}, search": f"{GPTAQ} {SEARCH}" for name in QRONOS},
     **{
         f"{name}, search, {tokens} tokens": f"{options} {SEARCH} --calibration-tokens {tokens}"
@@ -204,7 +205,7 @@ def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> 
         if row["seed"] is not None:
             words += ["--calibrate", "demo", "--calibration-seed", str(row["seed"])]
         variant, file = row["rounding"].partition(", search")[0], str(Path(__file__).with_name("variants.py"))
-        program = [sys.executable, *([file, variant] if variant in QRONOS | EXPERTS else ["-m", "lpconv"])]
+        program = [sys.executable, *([file, variant] if variant in ALL else ["-m", "lpconv"])]
         if not row["rounding"].endswith("recover"):
             return [*program, "convert", model, *words, "-o", output]
         first = output.with_name(f"{output.name}-start")
@@ -226,8 +227,8 @@ def wanted_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             peer, _ = THEIRS.get(rounding, ("", ""))
             if (peer == "gptqmodel" and "int4" not in layout) or (peer == "auto-round" and "FP8" in layout):
                 continue  # the package has no calibrated rounding for this layout
-            if layout.endswith("bits") and rounding not in ("nearest", "gptq", "gptaq"):
-                continue  # one step per tensor, which fills the budget
+            if layout.endswith("bits") and rounding not in ("nearest", "gptq", "gptaq", *ONE_STEP):
+                continue  # steps fill the budget
             seeds = (
                 args.seed if "--rounding" in OURS.get(rounding, "") else [None] if rounding in OURS else args.seed[:1]
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lpconv.cli.main import app
 from lpconv.convert import gptq
+from lpconv.forms import entropy
 from lpconv.models.layer_walk import LayerRun, Matrix, Product
 
 
@@ -66,13 +67,20 @@ def all_tokens(weight: float) -> None:
     LayerRun.products = weighted_products  # type: ignore[method-assign]
 
 
+def one_step() -> None:
+    """Entropy-coded integers without factors of columns, which no matrix is large enough for."""
+    entropy._LEAST_PART = 2**62
+
+
 QRONOS: dict[str, Callable[[], None]] = {
     "qronos": partial(qronos, 1, None),
     **{f"qronos, {share:g} of the step": partial(qronos, share) for share in (1, 0.5, 0.25)},
 }
 EXPERTS = {"all tokens": partial(all_tokens, 1), "all tokens by 0.1": partial(all_tokens, 0.1)}
+ONE_STEP = {"gptq, one step": one_step}
+ALL = QRONOS | EXPERTS | ONE_STEP
 
 if __name__ == "__main__":
-    if sys.argv[1] in QRONOS | EXPERTS:
-        (QRONOS | EXPERTS)[sys.argv.pop(1)]()
+    if sys.argv[1] in ALL:
+        ALL[sys.argv.pop(1)]()
     app()
