@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+import lpconv.hf
 from lpconv.convert.run import convert, plan
 from lpconv.errors import InputError, UsageError
 from lpconv.formats.spec import CODED
@@ -172,6 +174,11 @@ def test_error_feedback_keeps_outputs_in_the_same_bytes(tmp_path: Path, monkeypa
         steps = float(rounded[name + "_scale"]) * factors
         got, usual = codes_of(rounded, name).reshape(shape) * steps, codes_of(nearest, name).reshape(shape)
         assert 0 < np.abs(got / steps - usual * float(nearest[name + "_scale"]) / steps).mean() < 2
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq", dtype=torch.float32).get_parameter(name)
+    assert np.allclose(opened.detach().numpy(), got, rtol=1e-6)
+    for resident in (False, True):
+        read = lpconv.hf.load(tmp_path / "gptq", dtype=torch.float32, resident=resident).get_parameter(name)
+        assert torch.equal(opened, read.detach() * 1.0)
 
 
 @pytest.mark.parametrize(("shape", "bits"), [((600, 900), 12), ((3, 192, 512), 4), ((901, 301), 4)], ids=str)
