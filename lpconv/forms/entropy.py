@@ -195,9 +195,8 @@ class EntropyCoded(CodedForm):
         if not self.has_columns:
             return measured
         logs = errors.clamp_min(torch.finfo(torch.float32).tiny).log2()
-        least = max(
-            measured.stats.absmax / self.scale(measured.side) / _LARGEST * 2, _LEAST_FACTOR
-        )  # codes have a bound
+        largest_code = measured.stats.absmax / self.scale(measured.side)
+        least = max(2 * largest_code / _LARGEST, _LEAST_FACTOR)  # feedback may double a number
         factors = (logs.mean() - logs).exp2_().clamp_(least, _LARGEST_FACTOR).to(torch.float8_e4m3fn)
         columns = measured.side[self.name + _COLUMNS_SUFFIX].clone()
         columns.view(torch.uint8).view(-1, self._width)[index] = factors.view(torch.uint8)
