@@ -23,17 +23,14 @@ from lpconv.options import (
     option,
     size_option,
 )
-from lpconv.scaled.choices import FP4_SCALES, LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
+from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK
 from lpconv.train.recipes import (
-    LOSS_SCALES,
     PRECISION_SPELLINGS,
-    PRECISIONS,
-    RECIPE_SPELLINGS,
     RECIPES,
-    TRAINING_METHODS,
-    TRAINING_OPTIMIZERS,
     Arithmetic,
+    ArithmeticOptions,
     arithmetic,
+    how,
     saved_as,
 )
 
@@ -52,7 +49,6 @@ LOGGERS = (
 OWN_LOOP = "use lpconv.scaled and lpconv.optim in your own training loop"
 OWN_PACKAGE = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
-_how = functools.partial(option, panel="Arithmetic")
 _data = functools.partial(option, panel="Data")
 _TRAINING = "Training"
 _train = functools.partial(option, panel=_TRAINING)
@@ -61,87 +57,18 @@ _check = functools.partial(option, panel=_DIAGNOSTICS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArithmeticOptions:
-    """A recipe, and replacements for its parts; `lpconv.train.recipes.arithmetic` combines them."""
-
-    recipe: str | None = _how(
-        None,
-        "One name that sets the options under Arithmetic (see --list-recipes)",
-        default="unit-fp8",
-        choices=RECIPES,
-        spellings=RECIPE_SPELLINGS,
-        panel=None,
-    )
-    recover: bool = _how(
-        False,
-        "Train the scales or codes of an output of `lpconv convert` towards the predictions of its source, and "
-        "publish it in the same form",
-    )
-    lora: int | None = _how(
-        None,
-        "Train LoRA adapters of this rank next to weights that stay as stored, and publish them in PEFT's format",
-        Ge(1),
-        default="none",
-    )
-    precision: str | None = _how(
-        None,
-        "Number format of matrix products",
-        default="the recipe's",
-        choices=PRECISIONS,
-        spellings=PRECISION_SPELLINGS,
-    )
-    method: str | None = _how(
-        None, "Method for scaling tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",)
-    )
-    optimizer: str | None = _how(
-        None,
-        "Variant of AdamW, named after what it stores between steps",
-        default="the recipe's",
-        choices=TRAINING_OPTIMIZERS,
-    )
-    rounding: str | None = _how(
-        None,
-        "How to round bf16 weights after a step or, in fp8 without scales, operands",
-        default="the recipe's",
-        choices=("nearest", "stochastic"),
-    )
-    loss_scale: str | None = _how(
-        None,
-        f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
-        default="by precision and method",
-        parse=str,
-        given=str | float,
-    )
-    loss_scale_floor: str | None = _how(
-        None, "Smallest loss scale, as STEP:SCALE pairs such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"
-    )
-    operand_scale: str | None = _how(
-        None,
-        f"Scale of fp8 and fp4 operands: {', '.join({**OPERAND_SCALES, **FP4_SCALES})}; or one per kind of "
-        "product, such as row,grad_weight=carrier",
-        default="the recipe's, or static with --calibrate",
-        metavar="KIND",
-    )
-
-
-def _arithmetic(asked: ArithmeticOptions) -> Arithmetic:
-    check(asked)
-    return arithmetic(**dataclasses.asdict(asked))
-
-
-@dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
     """Settings of one run and its twin. Intervals that are None are filled in by `every`."""
 
-    arithmetic: Annotated[Arithmetic, Group(ArithmeticOptions, _arithmetic)]
-    critical: tuple[str, ...] = _how(
+    arithmetic: Annotated[Arithmetic, Group(ArithmeticOptions, arithmetic)]
+    critical: tuple[str, ...] = how(
         ("auto",),
         "Modules whose products stay in 16 bits under scaled fp8: a pattern such as '*.down_proj'; auto for those "
         "with large outliers, up to 10 % of the work; or none",
         default="auto",
         metavar="PATTERN",
     )
-    calibrate: bool = _how(False, "Set the static scales of method unit from the first batches", default="by theory")
+    calibrate: bool = how(False, "Set the static scales of method unit from the first batches", default="by theory")
     source: str | None = _data(
         None,
         "Source of the model, for --recover and the twin of --lora",

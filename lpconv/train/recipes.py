@@ -4,14 +4,18 @@ Plain records; nothing here imports torch, so that `--help` and `--list-recipes`
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from annotated_types import Ge
+
 from lpconv.errors import UsageError
 from lpconv.formats.spec import OPERAND_BLOCKS, spellings
 from lpconv.lookup import find
-from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
+from lpconv.options import check, option, with_keywords
+from lpconv.scaled.choices import FP4_SCALES, OPERAND_SCALES, USUAL_OPERAND_SCALE, operand_scales
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
 # Other names of precisions, and of the recipes that a format alone names.
@@ -236,48 +240,96 @@ _LORA_RATE = 2e-4  # of QLoRA (Dettmers et al. 2023, table 9), for models of up 
 # Training that recovers what rounding to codes lost (docs/methods/recover.md).
 RECOVERY = Arithmetic(precision="bf16", on_codes=True)
 
+how = functools.partial(option, panel="Arithmetic")  # a panel of the help
 
-def arithmetic(
-    *,
-    recover: bool = False,
-    lora: int | None = None,
-    recipe: str | None = None,
-    precision: str | None = None,
-    method: str | None = None,
-    optimizer: str | None = None,
-    rounding: str | None = None,
-    loss_scale: str | None = None,
-    loss_scale_floor: str | None = None,
-    operand_scale: str | None = None,
-) -> Arithmetic:
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticOptions:
+    """A recipe, and replacements for its parts, for `arithmetic` to combine."""
+
+    recipe: str | None = how(
+        None,
+        "One name that sets the options under Arithmetic (see --list-recipes)",
+        default="unit-fp8",
+        choices=RECIPES,
+        spellings=RECIPE_SPELLINGS,
+        panel=None,
+    )
+    recover: bool = how(
+        False,
+        "Train the scales or codes of an output of `lpconv convert` towards the predictions of its source, and "
+        "publish it in the same form",
+    )
+    lora: int | None = how(
+        None,
+        "Train LoRA adapters of this rank next to weights that stay as stored, and publish them in PEFT's format",
+        Ge(1),
+        default="none",
+    )
+    precision: str | None = how(
+        None,
+        "Number format of matrix products",
+        default="the recipe's",
+        choices=PRECISIONS,
+        spellings=PRECISION_SPELLINGS,
+    )
+    method: str | None = how(
+        None, "Method for scaling tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",)
+    )
+    optimizer: str | None = how(
+        None,
+        "Variant of AdamW, named after what it stores between steps",
+        default="the recipe's",
+        choices=TRAINING_OPTIMIZERS,
+    )
+    rounding: str | None = how(
+        None,
+        "How to round bf16 weights after a step or, in fp8 without scales, operands",
+        default="the recipe's",
+        choices=("nearest", "stochastic"),
+    )
+    loss_scale: str | None = how(
+        None,
+        f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
+        default="by precision and method",
+        parse=str,
+        given=str | float,
+    )
+    loss_scale_floor: str | None = how(
+        None, "Smallest loss scale, as STEP:SCALE pairs such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"
+    )
+    operand_scale: str | None = how(
+        None,
+        f"Scale of fp8 and fp4 operands: {', '.join({**OPERAND_SCALES, **FP4_SCALES})}; or one per kind of "
+        "product, such as row,grad_weight=carrier",
+        default="the recipe's, or static with --calibrate",
+        metavar="KIND",
+    )
+
+
+@with_keywords(ArithmeticOptions)
+def arithmetic(options: ArithmeticOptions) -> Arithmetic:
     """The requested combination: a recipe, parts, or a recipe with parts replaced; by default unit-fp8.
 
     `recover` and `lora` allow no other part than a precision of bf16 or fp32.
     Without a named loss scale, fp16 and unscaled fp8 use the dynamic one. Raises UsageError for unknown names and, with
     the reason, for invalid combinations.
     """
-    named: dict[str, Any] = {
-        "precision": precision,
-        "method": method,
-        "optimizer": optimizer,
-        "loss_scale": loss_scale,
-        "loss_scale_floor": loss_scale_floor,
-        "operand_scale": None if operand_scale is None else str(operand_scales(operand_scale)),
-    }
-    changes = {k: v for k, v in named.items() if v is not None}
-    if recover or lora:
-        others = {**named, "precision": None, "recipe": recipe, "rounding": rounding, "lora": lora if recover else None}
-        return _with_precision(RECOVERY if recover else Arithmetic(lora=lora or 0), precision, others)
-    if recipe is None and changes.keys() <= {"operand_scale"} and rounding is None:
-        recipe = "unit-fp8"
-    base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
-    chosen = dataclasses.replace(base, **changes)
-    find("precision", chosen.precision, dict.fromkeys(PRECISIONS))
-    find("method", chosen.method, TRAINING_METHODS)
-    find("optimizer", chosen.optimizer, TRAINING_OPTIMIZERS)
-    chosen = _with_operand_scale(chosen, operand_scale)
+    check(options)
+    asked = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
+    if asked.pop("recover"):
+        return _with_precision(RECOVERY, asked)
+    if rank := asked.pop("lora", 0):
+        return _with_precision(Arithmetic(lora=rank), asked)
+    if asked.keys() <= {"operand_scale"}:
+        asked["recipe"] = "unit-fp8"
+    recipe, rounding = asked.pop("recipe", None), asked.pop("rounding", None)
+    if "operand_scale" in asked:
+        asked["operand_scale"] = str(operand_scales(asked["operand_scale"]))
+    base = Arithmetic() if recipe is None else find("recipe", recipe, RECIPES).arithmetic
+    chosen = _with_operand_scale(dataclasses.replace(base, **asked), options.operand_scale)
     needs_loss_scale = not (chosen.is_scaled or chosen.has_blocks) and chosen.precision in ("fp16", "fp8")
-    if recipe is None and loss_scale is None and needs_loss_scale:
+    if recipe is None and options.loss_scale is None and needs_loss_scale:
         chosen = dataclasses.replace(chosen, loss_scale="dynamic")
     chosen = _with_rounding(chosen, rounding)
     _check_loss_scale(chosen)
@@ -285,15 +337,15 @@ def arithmetic(
     return chosen
 
 
-def _with_precision(usual: Arithmetic, precision: str | None, others: dict[str, Any]) -> Arithmetic:
-    """An arithmetic that no option but a precision can change. Raises UsageError if one of the others is given."""
-    given = next((name for name, value in others.items() if value is not None), None)
-    if given is not None:
-        flag = "--" + given.replace("_", "-")
+def _with_precision(usual: Arithmetic, asked: dict[str, Any]) -> Arithmetic:
+    """An arithmetic that no option but a precision can change. Raises UsageError if another one is given."""
+    precision = asked.pop("precision", usual.precision)
+    if asked:
+        flag = "--" + next(iter(asked)).replace("_", "-")
         raise UsageError(f"{flag} does not apply to {usual.flag}", hint=f"leave {flag} out")
-    if precision not in (None, "bf16", "fp32"):
+    if precision not in ("bf16", "fp32"):
         raise UsageError(f"{usual.flag} does not compute in {precision}", hint="pass --precision bf16 or fp32")
-    return dataclasses.replace(usual, precision=precision or usual.precision)
+    return dataclasses.replace(usual, precision=precision)
 
 
 def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
@@ -331,7 +383,6 @@ def _with_rounding(chosen: Arithmetic, rounding: str | None) -> Arithmetic:
     """Apply `--rounding`: how bf16 weights without a wider copy are written back, or how plain fp8 casts operands."""
     if rounding is None:
         return chosen
-    find("rounding", rounding, dict.fromkeys(("nearest", "stochastic")))
     keeps_bf16 = chosen.optimizer in ("bf16", "bf16-sr")
     if chosen.precision == "fp8" and not (chosen.is_scaled or chosen.has_blocks or keeps_bf16):
         return dataclasses.replace(chosen, operand_rounding=rounding)
