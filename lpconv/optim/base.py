@@ -127,10 +127,7 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
-        if p.dtype == torch.float8_e4m3fn:
-            assert self.settings.fp8_storages is not None  # ensured by `check_group`
-            return self.settings.fp8_storages
-        return self.settings.fp32_storages if p.dtype == torch.float32 else self.settings.bf16_storages
+        return self.settings.storages[p.dtype]  # which `check_group` has accepted
 
     def weight_scale(self, p: Tensor) -> float:
         """The factor σ from the stored data of `p` to the weight."""

@@ -35,21 +35,15 @@ class UpdateSettings:
     fp8_residual: torch.dtype = torch.bfloat16
 
     @functools.cached_property
-    def bf16_storages(self) -> tuple[Storage, ...]:
-        return self.variant.weight, *self.variant.moments[: len(self.rule.moments)]
-
-    @functools.cached_property
-    def fp8_storages(self) -> tuple[Storage, ...] | None:
-        """Storages for e4m3fn parameters; None if the variant does not support them."""
+    def storages(self) -> dict[torch.dtype, tuple[Storage, ...]]:
+        """Storages of a weight and its moments by the parameter's dtype; e4m3fn only if the variant supports it."""
+        moments = self.variant.moments[: len(self.rule.moments)]
+        known = {torch.bfloat16: (self.variant.weight, *moments), torch.float32: (Storage.FP32,) * (1 + len(moments))}
         pair = Storage.FP8_FP8 if self.fp8_residual == torch.float8_e4m3fn else Storage.FP8_BF16
-        weight = {Storage.PAIR: pair, Storage.BF16: Storage.FP8, Storage.MASTER: Storage.FP8_MASTER}
-        if self.rule.name != "adamw" or self.arithmetic == "paper" or self.variant.weight not in weight:
-            return None
-        return weight[self.variant.weight], *self.bf16_storages[1:]
-
-    @functools.cached_property
-    def fp32_storages(self) -> tuple[Storage, ...]:
-        return (Storage.FP32,) * (1 + len(self.rule.moments))
+        in_fp8 = {Storage.PAIR: pair, Storage.BF16: Storage.FP8, Storage.MASTER: Storage.FP8_MASTER}
+        if self.rule.name == "adamw" and self.arithmetic != "paper" and self.variant.weight in in_fp8:
+            known[torch.float8_e4m3fn] = (in_fp8[self.variant.weight], *moments)
+        return known
 
 
 def make_settings(
@@ -81,13 +75,13 @@ def make_settings(
 def check_group(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn if a moment cannot decay."""
     for p in group["params"]:
-        if p.dtype == torch.float8_e4m3fn and settings.fp8_storages is None:
+        if p.dtype == torch.float8_e4m3fn and p.dtype not in settings.storages:
             raise UnsupportedError(
                 f"{p.dtype} weights cannot be trained with {settings.rule.name}, {settings.variant.name}, "
                 f"{settings.arithmetic} arithmetic",
                 hint="use AdamW with arithmetic='fused' and variant light, plus, full, bf16 or fp32-master",
             )
-        if p.dtype not in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        if p.dtype not in settings.storages:
             raise UnsupportedError(
                 f"cannot train a parameter of {p.dtype}",
                 hint="use bf16, fp32, or e4m3fn on unit scale (`use_fp8_weights`)",
