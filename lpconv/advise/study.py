@@ -3,7 +3,6 @@
 The result is a record that grows: each stage takes it and yields it with more measurements.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -84,7 +83,7 @@ def _initial_result(subject: Subject, output: Path, options: AdviseOptions, comm
         rows=(),
         findings=(),
         warnings=(*prepared.notes, *prepared.batches.tokens.doubts),
-        options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
+        options=to_json(options),
         versions=versions(),
         command=command,
     )

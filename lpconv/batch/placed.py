@@ -50,8 +50,7 @@ def job_error(error: BaseException) -> JobError:
     """Convert an exception of a job to its record."""
     error = out_of_memory(error) or from_system(error) or error
     if isinstance(error, LpconvError):
-        return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
-                        details=to_json(error.details))  # fmt: skip
+        return JobError(**to_json(error.to_dict()))
     if not isinstance(error, Exception):
         # SIGINT raises KeyboardInterrupt; anything else comes from a SIGTERM handler.
         code = 130 if isinstance(error, KeyboardInterrupt) else 143

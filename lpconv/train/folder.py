@@ -14,7 +14,6 @@ largest number as complete. Here a list of the files' hashes is written last.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -44,8 +43,7 @@ _KEPT = 2  # checkpoints: two, since the last one may be diverging
 def asked_for(model: str, options: FinetuneOptions) -> dict[str, Any]:
     """The model and the options that a resumed run must have in common with the one before."""
     free = fields_that_may_change(FinetuneOptions)
-    fields = (f.name for f in dataclasses.fields(options) if f.name not in free)
-    asked = {name: to_json(getattr(options, name)) for name in fields}
+    asked = {name: value for name, value in to_json(options).items() if name not in free}
     return {"model": model, "merges": options.source is not None and is_adapter(options.source), **asked}
 
 

@@ -118,7 +118,7 @@ def study(
             held_out=held_out_records(
                 runs, guess, num_examples=len(held_out), num_available=len(job.examples.held_out)
             ),
-            options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
+            options=to_json(options),
             versions=versions(),
             command=command,
             card=inherited_facts(checkpoint.directory, checkpoint.origin.hub_id),
