@@ -56,14 +56,13 @@ class CaseRunner:
         self.case = case
         self.gemms: tuple[Gemm, ...] = gemms_of(shadow)
         ranks = rows_of(case, known)
-        self.estimate_bytes = estimate_bytes(shadow, case, vocabulary_size(known.config), by_rows=ranks is not None)
-        check_fits(self.estimate_bytes, case, memory_share)
+        estimate = estimate_bytes(shadow, case, vocabulary_size(known.config), by_rows=ranks is not None)
+        check_fits(estimate, case, memory_share)
         torch.manual_seed(case.seed)
         opened = known.build(case.device, ranks)
         model: nn.Module = opened.model
         self.weights = _weights_origin(known, opened)
-        self.num_layers = len(blocks_of(model))
-        self.emulated = is_emulated(case)
+        num_layers = len(blocks_of(model))
         self._batch = make_batch(case, known.config)
         probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
         watched = _watched_parameters(model) if case.mode == "train" else []
@@ -74,13 +73,17 @@ class CaseRunner:
         else:
             model = apply_recipe(model, case, self._batch)
         if ranks is None:
-            self.numerics = _compare(reference, _observe(model, probe, watched))
+            numerics = _compare(reference, _observe(model, probe, watched))
             self._model = wrap_parallel(model, case, probe)
         else:  # with FSDP no process has the whole model
             self._model = wrap_parallel(model, case, probe)
-            self.numerics = _compare(reference, _observe(self._model, probe, watched))
+            numerics = _compare(reference, _observe(self._model, probe, watched))
         self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None
-        self.compile_s = self._compile()
+        # Fields of the case's row, without those of the machine.
+        self.facts = {
+            "emulated": is_emulated(case), "weights": self.weights, "layers": num_layers, "estimate_bytes": estimate,
+            "compile_s": self._compile(), "numerics": numerics,
+        }  # fmt: skip
 
     def _compile(self) -> float:
         """Compile as the case requires and run the first steps. Returns the seconds that this took."""

@@ -102,16 +102,7 @@ class Worker:
         _use(case.device, case.threads, case.processes)
         join(case, rank, meeting)
         runner = self.runner = CaseRunner(case, memory_share=memory_share)
-        return runner.gemms, {
-            "emulated": runner.emulated,
-            "weights": runner.weights,
-            "layers": runner.num_layers,
-            "estimate_bytes": runner.estimate_bytes,
-            "compile_s": runner.compile_s,
-            "numerics": runner.numerics,
-            "device": _device_name(case.device),
-            "versions": _versions(),
-        }
+        return runner.gemms, runner.facts | {"device": _device_name(case.device), "versions": _versions()}
 
     def peaks(self, device: str, threads: int | None, processes: int) -> PeakRecord:
         """Peak speeds of the device."""
