@@ -16,7 +16,7 @@ from lpconv.bench.options import Effort
 from lpconv.bench.team import Team
 from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
-from lpconv.student import t_quantile
+from lpconv.student import estimate_mean, t_quantile
 
 _MIN_P99_SAMPLES = 100
 _RESAMPLES = 2000
@@ -56,10 +56,8 @@ def ratio_over_launches(launches: Sequence[tuple[Sequence[float], Sequence[float
     """
     if len(launches) == 1:
         return bootstrap_ratio(*launches[0])
-    logs = [math.log(bootstrap_ratio(b, v).value) for b, v in launches]
-    middle = statistics.fmean(logs)
-    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return RatioRecord(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half))
+    log = estimate_mean([math.log(bootstrap_ratio(b, v).value) for b, v in launches])
+    return RatioRecord(value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
