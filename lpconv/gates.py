@@ -212,8 +212,5 @@ GATES: Mapping[str, GateTable[Any]] = {
 def check_rows(gates: Sequence[Gate], rows: Sequence[BenchRow]) -> tuple[GateRecord, ...]:
     """Check every gate on every row, except baselines and skipped rows. A row that failed fails its gates."""
     judged = [r for r in rows if not r.is_baseline and r.status != "skipped"]
-    return tuple(_for_row(record, r) for g in gates for r in judged for record in BENCH_GATES.check([g], r))
-
-
-def _for_row(record: GateRecord, row: BenchRow) -> GateRecord:
-    return replace(record, expression=f"{record.expression} ({row.name}, {row.place})")
+    checked = ((r, record) for g in gates for r in judged for record in BENCH_GATES.check([g], r))
+    return tuple(replace(record, expression=f"{record.expression} ({r.name}, {r.place})") for r, record in checked)
