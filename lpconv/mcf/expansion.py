@@ -16,14 +16,13 @@ fp16 and fp8 pairs have no such arithmetic: their low part carries a scale, and 
 compute in fp32, split again.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.cast import cast
 
 Pair = tuple[Tensor, Tensor]
 
@@ -98,13 +97,6 @@ def expand_scalar(value: float, dtype: torch.dtype = torch.bfloat16) -> tuple[fl
 
     beta2 = 0.999 becomes (1.0, -0.00099945...): in bf16 alone it would be 1, and the second moment would never decay.
     """
-    fmt = {torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["fp16"]}[dtype]
-    hi = _nearest(value, fmt)
-    return hi, _nearest(value - hi, fmt)
-
-
-def _nearest(value: float, fmt: Format) -> float:
-    """Round to nearest even. Computed here because PyTorch converts fp64 through fp32, which rounds twice."""
-    exponent = max(math.frexp(value)[1] - 1, fmt.min_exponent)
-    ulp = math.ldexp(1.0, exponent - fmt.mantissa_bits)
-    return round(value / ulp) * ulp
+    exact, fmt = torch.tensor(value, dtype=torch.float64), {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    hi = cast(exact, fmt)  # `to` would convert fp64 through fp32, and so round twice
+    return float(hi), float(cast(exact - hi, fmt))
