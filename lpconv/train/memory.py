@@ -150,21 +150,19 @@ class StepMemory:
         """Call after the backward pass. Does nothing if the step is not measured."""
         if self._stack is None:
             return
-        self._stack.close()
-        self._stack = None
-        if self._tracker is not None and self.record is not None:
-            parts = _parts(self._tracker)
+        tracker, profiled = self._tracker, self._profile
+        self.stop()
+        if tracker is not None and self.record is not None:
+            parts = _parts(tracker)
             if torch.cuda.is_available():  # cuBLAS takes 32 MiB on Hopper for each thread that multiplies
                 parts["workspaces and other"] = max(0, self.record.measured_bytes - sum(parts.values()))
             self.record = dataclasses.replace(self.record, parts=parts)
-            self._tracker = None
         elif torch.cuda.is_available():
             peak, instrument = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
             self.record = PeakMemory(parts={}, measured_bytes=peak, instrument=instrument)
         else:
-            peak = self._kept_bytes + largest_sum(self._profile)
+            peak = self._kept_bytes + largest_sum(profiled)
             self.record = PeakMemory(parts={}, measured_bytes=peak, instrument="torch.profiler")
-            self._profile = None
 
 
 @contextmanager
