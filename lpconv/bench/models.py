@@ -14,12 +14,12 @@ from lpconv.bench.roofline import Gemm
 from lpconv.data.texts import check_seq_len
 from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.layers import blocks_of, head, linears
-from lpconv.machine import available_memory
 from lpconv.models.inputs import max_length, random_ids, vocabulary_size
 from lpconv.models.opening import Blueprint, blueprint
 from lpconv.models.presets import PRESETS
 from lpconv.report.numbers import share_text, size_text
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.train.memory import free_device_bytes
 
 _FIRST_ID = 5  # lower ids are special in many vocabularies
 
@@ -120,13 +120,6 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
         hint="lower --batch-size, --seq-len or --layers",
         details={"estimate_bytes": estimate, "free_bytes": free},
     )
-
-
-def free_device_bytes(device: str) -> int:
-    """Free memory of the device in bytes; for a CPU, of the machine within the container's limit."""
-    if device != "cpu":
-        return int(torch.cuda.mem_get_info()[0])
-    return available_memory()
 
 
 def check_parallel(case: Case) -> None:

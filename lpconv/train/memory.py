@@ -35,11 +35,12 @@ _HINT = "lower --batch-size or --seq-len, or choose a smaller optimizer, such as
 
 def available_bytes(limit: int | None) -> int:
     """Bytes that a run may use: `limit`, or the free memory of the device."""
-    if limit is not None:
-        return limit
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    return available_memory()
+    return free_device_bytes("cuda" if torch.cuda.is_available() else "cpu") if limit is None else limit
+
+
+def free_device_bytes(device: str) -> int:
+    """Free memory of the device in bytes; for a CPU, of the machine within the container's limit."""
+    return available_memory() if device == "cpu" else int(torch.cuda.mem_get_info()[0])
 
 
 def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
