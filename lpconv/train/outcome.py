@@ -87,7 +87,7 @@ def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
     count = len(values)
     if count < 2 or not all(map(math.isfinite, values)):
         return None
-    mean = _mean(values, sizes)
+    mean = statistics.fmean(values, sizes)
     squares = math.fsum((size / sum(sizes) * (v - mean)) ** 2 for v, size in zip(values, sizes, strict=True))
     return math.sqrt(count / (count - 1) * squares)
 
@@ -116,8 +116,8 @@ def held_out_records(
                         num_examples=num_examples,
                         num_available=num_available,
                         baseline=baseline.get(metric),
-                        before=_mean(before, sizes),
-                        after=_mean(after, sizes),
+                        before=statistics.fmean(before, sizes),
+                        after=statistics.fmean(after, sizes),
                         standard_error=batch_error(after, sizes),
                         change_error=batch_error(changes, sizes),
                     )
@@ -144,7 +144,3 @@ def _have_equal_sizes(evaluations: Iterable[EvaluationRecord]) -> bool:
 def _over_seeds(figures: Sequence[Figures]) -> list[float]:
     """For each batch, the mean over seeds."""
     return [statistics.fmean(values) for values in zip(*figures, strict=True)]
-
-
-def _mean(values: Sequence[float], sizes: Sequence[int]) -> float:
-    return statistics.fmean(values, weights=sizes)
