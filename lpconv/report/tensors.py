@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
 from lpconv.report.document import Cell, Row, Section, Table, section
@@ -122,13 +123,8 @@ def modules_of(names: Sequence[str]) -> dict[str, str]:
     ``embeddings.*``), unless the parent also contains the numbered layers (a Llama's ``model.norm``).
     """
     layers = {name: prefix for name in names if (prefix := _layer_prefix(name))}
-    trunks = {parent for prefix in layers.values() for parent in _parents(prefix)}
+    trunks = {p for prefix in layers.values() for p in accumulate(prefix.split(".")[:-1], "{}.{}".format)}  # parents
     return {name: layers.get(name) or _outer_module(name, trunks) for name in names}
-
-
-def _parents(prefix: str) -> list[str]:
-    parts = prefix.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _outer_module(name: str, trunks: set[str]) -> str:
