@@ -12,6 +12,7 @@ from lpconv.formats.spec import BLOCK_FORMATS, get_format
 from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS, power_text, share_text
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
+from lpconv.results.documents import fields_from
 from lpconv.scaled.critical import MAX_CREST
 
 MAX_UNDERFLOW = 1e-3  # share of a tensor's elements: the threshold of adaptive loss scaling (arXiv 1910.12385)
@@ -34,10 +35,7 @@ def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> F
     return FormatRates(
         format=format,
         log2_loss_scale=scale,
-        underflow=rates.underflow,
-        subnormal=rates.subnormal,
-        overflow=rates.overflow,
-        sqnr_db=rates.sqnr_db,
+        **fields_from(FormatRates, rates),
         fits=_next_to_nothing_lost(rates),
         fits_own_scale=_next_to_nothing_lost(scaled),
     )

@@ -18,6 +18,7 @@ from lpconv.probe.advice import own_scale
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, to_json
+from lpconv.results.documents import fields_from
 from lpconv.scaled import operand_scales
 from lpconv.scaled.pair import Role
 from lpconv.scaled.places import heads
@@ -82,14 +83,11 @@ class StepWatch:
             name = _format(self.arithmetic, is_gradient, kind)
             log2 = _log2_operand_scale(t, name, kind) + (self.log2_scale(step) if is_gradient else 0)
             r = t.exponents.rates(name, log2_scale=log2)
-            records.append(
-                TrackedRecord(
-                    step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow,
-                    sqnr_db=r.sqnr_db if math.isfinite(r.sqnr_db) else None, flushed_energy=r.flushed_energy,
-                    clipped_energy=r.clipped_energy,
-                )
-            )  # fmt: skip
-        return [to_json(r) for r in records]
+            lost = fields_from(TrackedRecord, r)
+            if not math.isfinite(r.sqnr_db):
+                lost["sqnr_db"] = None
+            records.append(to_json(TrackedRecord(step=step, layer=t.layer, role=t.role, format=name, **lost)))
+        return records
 
     @property
     def overhead(self) -> float:
