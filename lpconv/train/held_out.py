@@ -17,14 +17,8 @@ from torch import Tensor
 from lpconv.models.objective import IGNORED
 from lpconv.results import Series
 from lpconv.train.examples import Stream
-from lpconv.train.recipes import Arithmetic
 
 IN_FP32, PUBLISHED = "_fp32", "_published"  # suffixes of metric names
-
-
-def computes_in_fp32(arithmetic: Arithmetic) -> bool:
-    """Whether a run's own metrics are those of its weights in fp32."""
-    return arithmetic.precision == "fp32" and not arithmetic.is_scaled
 
 
 def rename_to_fp32(evaluations: Iterable[Series]) -> tuple[Series, ...]:

@@ -27,7 +27,7 @@ from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
 from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, Recorder, Timetable, run_record
 from lpconv.train.folder import Metrics, drop_broken, last_checkpoint, step_of
-from lpconv.train.held_out import computes_in_fp32, in_fp32, rename_to_fp32
+from lpconv.train.held_out import in_fp32, rename_to_fp32
 from lpconv.train.job import (
     MEASURED_BATCHES,
     TrainingJob,
@@ -77,7 +77,7 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
     record = run_record(trainer, metrics, watch, role=work.role, seed=work.seed)
     optimizer = trainer.own_optimizer
     with quiet_transformers(), clock.phase("evaluating in fp32"):
-        if computes_in_fp32(work.arithmetic):
+        if work.arithmetic.precision == "fp32" and not work.arithmetic.is_scaled:  # the run computed in fp32
             exact = rename_to_fp32(record.evaluations)
         elif work.arithmetic.on_codes:  # the published model has the same weights
             exact = ()
