@@ -11,6 +11,7 @@ the share of equal first choices. Seconds and peak memory are of the whole comma
 import argparse
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,22 @@ def measure(name: str, model: Path, folder: Path, args: argparse.Namespace, resu
             print(name, row, json.dumps(rows[row]), flush=True)
 
 
+def measure_models(measure: Callable[..., None], args: argparse.Namespace) -> None:
+    """Call `measure` for each of the asked models; it adds rows to the result that it gets."""
+    result = common.load_or_begin(args.out)
+    result["machine"] = common.machine()
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            measure(name, model_folder(name, folder), folder, args, result)
+
+
 def main() -> None:
     parser = common.parser(__doc__, work="where outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "smollm2"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--calibrate", default="demo", help="text of the calibration")
     args = parser.parse_args()
-    result = common.load_or_begin(args.out)
-    result["machine"] = common.machine()
-    with common.work_folder(args.work) as folder:
-        for name in args.model:
-            measure(name, model_folder(name, folder), folder, args, result)
+    measure_models(measure, args)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.models import model_folder
-from benchmarks.quality.feedback import GPTQ, INT4, SEARCH
+from benchmarks.quality.feedback import GPTQ, INT4, SEARCH, measure_models
 from benchmarks.quality.held_out import LENGTH, compare_texts, converted, predictions, texts, windows_of
 
 MXFP4 = "--format e2m1 --granularity mx"
@@ -76,11 +75,7 @@ def main() -> None:
     parser.add_argument("--data", default="demo", help="text to calibrate and train on")
     parser.add_argument("--options", default="", help="further options of finetune, such as '--steps 50'")
     args = parser.parse_args()
-    result = common.load_or_begin(args.out)
-    result["machine"] = common.machine()
-    with common.work_folder(args.work) as folder:
-        for name in args.model:
-            measure(name, model_folder(name, folder), folder, args, result)
+    measure_models(measure, args)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import common
-from benchmarks.models import model_folder
-from benchmarks.quality.feedback import CASES
+from benchmarks.quality.feedback import CASES, measure_models
 from benchmarks.quality.held_out import compare_texts, converted, predictions, texts, windows_of
 
 MODELS = ("smollm2", "qwen3", "demo")
@@ -133,11 +132,7 @@ def main() -> None:
     parser.add_argument("--rotations", nargs="+", default=["fold", "block", "full"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     args = parser.parse_args()
-    result = common.load_or_begin(args.out)
-    result["machine"] = common.machine()
-    with common.work_folder(args.work) as folder:
-        for name in args.model:
-            measure(name, model_folder(name, folder), folder, args, result)
+    measure_models(measure, args)
 
 
 if __name__ == "__main__":
