@@ -11,6 +11,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from lpconv.gguf.view import as_directory, header_in
 from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import check_inside, find_ignored, find_side_files, find_weights, read_config, read_json
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo, read_header
-from lpconv.storage.place import open_regular, read_error, sha256_of
+from lpconv.storage.place import open_regular, reading, sha256_of
 from lpconv.storage.remote import changed_error, is_url
 from lpconv.storage.resolve import Resolved, check_promises, resolve
 from lpconv.storage.staging import check_apart
@@ -175,21 +176,17 @@ class Watch:
 
 
 def _file_state(path: Path) -> tuple[int, int, int, str]:
-    try:
-        with open(path, "rb", opener=open_regular) as f:
-            status = path.stat()
-            if path.suffix == ".safetensors":
-                (length,) = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))
-                ends = f.read(min(length, MAX_HEADER_BYTES))
-            else:
-                ends = f.read(_END_BYTES)
-                f.seek(max(0, status.st_size - _END_BYTES))
-                ends += f.read()
-    except FileNotFoundError:
-        return -1, 0, 0, ""
-    except OSError as e:
-        raise read_error(e, path) from e
-    return status.st_size, status.st_mtime_ns, status.st_ino, hashlib.sha256(ends).hexdigest()
+    with reading(path), suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as f:
+        status = path.stat()
+        if path.suffix == ".safetensors":
+            (length,) = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))
+            ends = f.read(min(length, MAX_HEADER_BYTES))
+        else:
+            ends = f.read(_END_BYTES)
+            f.seek(max(0, status.st_size - _END_BYTES))
+            ends += f.read()
+        return status.st_size, status.st_mtime_ns, status.st_ino, hashlib.sha256(ends).hexdigest()
+    return -1, 0, 0, ""
 
 
 @dataclass(frozen=True, kw_only=True)

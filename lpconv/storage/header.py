@@ -16,7 +16,7 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.report.printable import printable
-from lpconv.storage.place import open_file, open_regular, read_error
+from lpconv.storage.place import open_file, open_regular, reading
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
@@ -65,21 +65,19 @@ def read_header(path: Path) -> Header:
     Raises InputError for a file that is unreadable, truncated or inconsistent, and UnreadError, a kind of it, if disk
     or network fail.
     """
-    try:
+    with reading(path):
         check_not_pointer(path)
-        with closing(open_file(path)) as f:
-            size = f.size_bytes
-            if size < 8:
-                raise _corrupt(path, f"{size} bytes are too few for a header")
-            prefix = bytearray(8)
-            f.read_into(0, memoryview(prefix))
-            (length,) = struct.unpack("<Q", prefix)
-            if length > MAX_HEADER_BYTES or 8 + length > size:
-                raise _corrupt(path, f"the header claims {length} bytes, but the file has {size}")
-            raw = bytearray(length)
-            f.read_into(8, memoryview(raw))
-    except OSError as e:
-        raise read_error(e, path) from e
+    with reading(path), closing(open_file(path)) as f:
+        size = f.size_bytes
+        if size < 8:
+            raise _corrupt(path, f"{size} bytes are too few for a header")
+        prefix = bytearray(8)
+        f.read_into(0, memoryview(prefix))
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES or 8 + length > size:
+            raise _corrupt(path, f"the header claims {length} bytes, but the file has {size}")
+        raw = bytearray(length)
+        f.read_into(8, memoryview(raw))
     return _parse_header(raw, file_size=size, path=path)
 
 

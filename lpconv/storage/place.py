@@ -11,8 +11,8 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,8 +22,6 @@ from lpconv.storage.remote import RemoteFile, shorter_error
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than their pointer
 MAX_SMALL_BYTES = 256 * 2**20  # of JSON and other files that are read whole
-# Failed reads that are not the disk's fault.
-NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _READ_BYTES = 4 * 2**20
 _MARK = b'{"lpconv_remote": '
 _PREFIX = struct.Struct("<Q")
@@ -85,17 +83,14 @@ def open_file(path: Path, *, stored: bool = False) -> OpenFile:
 
 def read_small(path: Path) -> bytes:
     """The contents of a regular file. Raises InputError for others and above 256 MiB, UnreadError if the disk fails."""
-    try:
-        with closing(open_file(path)) as f:
-            if f.size_bytes > MAX_SMALL_BYTES:
-                raise InputError(
-                    f"`{path}` has {f.size_bytes} bytes; lpconv reads such files up to {MAX_SMALL_BYTES} bytes",
-                    hint="download the file again",
-                )
-            content = bytearray(f.size_bytes)
-            f.read_into(0, memoryview(content))
-    except OSError as e:
-        raise read_error(e, path) from e
+    with reading(path), closing(open_file(path)) as f:
+        if f.size_bytes > MAX_SMALL_BYTES:
+            raise InputError(
+                f"`{path}` has {f.size_bytes} bytes; lpconv reads such files up to {MAX_SMALL_BYTES} bytes",
+                hint="download the file again",
+            )
+        content = bytearray(f.size_bytes)
+        f.read_into(0, memoryview(content))
     return bytes(content)
 
 
@@ -106,25 +101,27 @@ def sha256_of(path: Path, *, stored: bool = True) -> str:
 
 def hash_of(path: Path, digest: "hashlib._Hash", *, stored: bool = True) -> str:
     """Update `digest` with the bytes of a file and return it in hexadecimal. Raises InputError if a read fails."""
-    try:
-        with closing(open_file(path, stored=stored)) as f:
-            block = memoryview(bytearray(_READ_BYTES))
-            for start in range(0, f.size_bytes, _READ_BYTES):
-                read = block[: min(_READ_BYTES, f.size_bytes - start)]
-                f.read_into(start, read)
-                digest.update(read)
-    except OSError as e:
-        raise read_error(e, path) from e
+    with reading(path), closing(open_file(path, stored=stored)) as f:
+        block = memoryview(bytearray(_READ_BYTES))
+        for start in range(0, f.size_bytes, _READ_BYTES):
+            read = block[: min(_READ_BYTES, f.size_bytes - start)]
+            f.read_into(start, read)
+            digest.update(read)
     return digest.hexdigest()
 
 
-def read_error(e: OSError, path: Path) -> InputError:
-    """Error for a failed read: exit code 3, with a hint."""
-    hint = (
-        "check the disk, and download the file again" if e.errno == errno.EIO else "check the path and its permissions"
-    )
-    kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
-    return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert a failed read of `path` inside the context into an InputError, exit code 3, with a hint."""
+    try:
+        yield
+    except OSError as e:
+        advice = "check the path and its permissions"
+        if e.errno == errno.EIO:
+            advice = "check the disk, and download the file again"
+        is_no_file = isinstance(e, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
+        kind = InputError if is_no_file else UnreadError  # the latter is the disk's fault
+        raise kind(f"cannot read `{path}`: {e.strerror or e}", hint=advice) from e
 
 
 def any_indirect(directory: Path, names: Iterable[str]) -> bool:

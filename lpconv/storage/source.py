@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, check_name
-from lpconv.storage.place import OpenFile, open_file, read_error
+from lpconv.storage.place import OpenFile, open_file, reading
 from lpconv.storage.remote import shorter_error
 
 if TYPE_CHECKING:
@@ -122,10 +122,8 @@ class TorchSource:
         import torch
 
         path, size = self._sizes[self.entries[name].file]
-        try:
+        with reading(path):
             left = path.stat().st_size
-        except OSError as e:
-            raise read_error(e, path) from e
         if left < size:  # reading beyond the end of a mapped file kills the process
             raise shorter_error(path.name)
         raw = self._tensors[name].view(torch.uint8)[start : start + len(out)]

@@ -28,7 +28,7 @@ from lpconv.plan.files import write_sums
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import PART, check_writable, write_small, writing
-from lpconv.storage.place import NOT_A_FILE, read_error, read_small, sha256_of
+from lpconv.storage.place import read_small, reading, sha256_of
 from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recoverable import is_adapter
@@ -164,10 +164,8 @@ class Metrics:
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """The complete rows of a file. A truncated line belongs to a step that will be repeated."""
-    try:
+    with reading(path):
         lines = path.read_bytes().decode("utf-8", "replace").splitlines() if path.exists() else []
-    except OSError as e:
-        raise read_error(e, path) from e
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -234,7 +232,5 @@ def _is_whole(checkpoint: Path) -> bool:
         return bool(sums) and all(sha256_of(checkpoint / name) == digest for digest, name in sums)
     except UnreadError:  # unknown, so nothing may be deleted
         raise
-    except (*NOT_A_FILE, ValueError, LpconvError):
+    except (ValueError, LpconvError):
         return False
-    except OSError as e:
-        raise read_error(e, checkpoint / SUMS) from e
