@@ -19,7 +19,7 @@ from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 from lpconv.results.documents import Result
-from lpconv.storage.partfile import write_error, write_small
+from lpconv.storage.partfile import write_small, writing
 from lpconv.storage.place import open_regular, read_small, sha256_of
 from lpconv.storage.staging import wait_for_lock
 
@@ -91,11 +91,9 @@ def update_lock(path: Path, change: Callable[[Lock], Lock] = lambda lock: lock) 
 def _lock_for_writing(path: Path) -> Iterator[None]:
     """Exclusive lock on the file for the duration of the block. Readers see the old or the new contents."""
     while True:
-        try:
+        with writing(path):
             # Opened for writing because some file systems lock only writers.
             f = os.fdopen(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
-        except OSError as e:
-            raise write_error(e, path) from e
         with f:
             wait_for_lock(f.fileno())
             if path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat()):  # not replaced meanwhile

@@ -58,13 +58,11 @@ class PartFile:
         """Write bytes at a position, from any thread. Raises ResourceError if the disk is full."""
         assert self._fd is not None
         view = memoryview(data).cast("B")
-        while view:
-            try:
+        with writing(self._part):
+            while view:
                 count = os.pwrite(self._fd, view, position)
-            except OSError as e:
-                raise write_error(e, self._part) from e
-            position += count
-            view = view[count:]
+                position += count
+                view = view[count:]
 
     def digest(self, data: bytes | memoryview) -> None:
         """Hash the next bytes of the file, which are already written."""
@@ -184,12 +182,9 @@ def check_writable(path: Path) -> None:
     """
     if re.match("[a-z][a-z0-9]*:/", str(path)):  # a Path has merged the slashes
         raise UnsupportedError(f"`{path}` is not a local folder", hint="write to a local folder and copy it")
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        mode = 0  # the usual case
-    except OSError as e:  # a name too long, a link to itself, a file where a folder should be
-        raise write_error(e, path) from e
+    mode = 0  # of a path that does not exist, the usual case
+    with writing(path), contextlib.suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode  # fails for a name too long, a link to itself, a file where a folder should be
     if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         return  # a device or a pipe, which `write_small` writes to directly
     folder = path.absolute().parent

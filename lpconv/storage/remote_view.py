@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
-from lpconv.storage.partfile import write_error
+from lpconv.storage.partfile import writing
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
 from lpconv.storage.remote import DOWNLOAD, UNFINISHED, RemoteObject, fetch, head, hub_names, listing
 from lpconv.storage.staging import MARKER
@@ -146,7 +146,7 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
     the checkpoint.
     """
     path = view / o.name
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=view.parent, prefix=".fetching-") as folder:
             temporary = Path(folder) / "object"
@@ -158,8 +158,6 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
             temporary.chmod(0o644)
             os.utime(temporary, ns=(o.modified_ns, o.modified_ns))
             os.replace(temporary, path)
-    except OSError as e:
-        raise write_error(e, path) from e
 
 
 def _copy_object(url: str, o: RemoteObject, path: Path) -> None:
