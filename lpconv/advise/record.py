@@ -54,18 +54,17 @@ def save_results(
             latest[:] = [result]
             _write_advice(staging.directory, result, options)
 
-        with staging.discard_on_failure():
-            try:
-                yield keep
-            except Exception:
-                raise
-            except BaseException:  # interrupts
-                for partial in latest:
-                    keep(partial)  # again, since the interrupt may have come while its files were written
-                    staging.publish()
-                    show_partial(partial)
-                raise
-            staging.publish()
+        try:
+            yield keep
+        except Exception:
+            raise
+        except BaseException:  # interrupts
+            for partial in latest:
+                keep(partial)  # again, since the interrupt may have come while its files were written
+                staging.publish()
+                show_partial(partial)
+            raise
+        staging.publish()
 
 
 def read_advice(path: Path) -> AdviceResult:

@@ -55,11 +55,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         raise InputError(f"`{changed[0]}` does not match {SUMS}", hint="download the output again")
     checkpoint, provenance = recorded.checkpoint, recorded.provenance
     watched = checkpoint.watch(MARKER)
-    with (
-        OutputReader.of(recorded) as reader,
-        Staging(output, {"restore": str(directory)}, force=force) as staging,
-        staging.discard_on_failure(),
-    ):
+    with OutputReader.of(recorded) as reader, Staging(output, {"restore": str(directory)}, force=force) as staging:
         records = list(reader.records.values())
         exact = all(_keeps_bits(r) for r in records if r.action == "convert")
         progress.start("restoring", sum(r.bytes_in for r in records))
@@ -155,7 +151,7 @@ def decode_checkpoint(
             ]
             for old, new in zip(checkpoint.weight_files, shard_names(len(checkpoint.weight_files)), strict=True)
         }
-        with Staging(output, {"restore": str(directory)}, force=force) as staging, staging.discard_on_failure():
+        with Staging(output, {"restore": str(directory)}, force=force) as staging:
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
             files = _write_weights(staging.directory, tensors, blocks)
             bits = {name: form.bits for name, form in stored.forms.items() if not form.is_kept}

@@ -116,7 +116,6 @@ def _write(
     ours = (n for n in sorted(OURS - {JOURNAL, SUMS, PACKED}) if (directory / n).is_file())
     with (
         Staging(output, {"pack": str(directory)}, force=force, marker=marker) as staging,
-        staging.discard_on_failure(),
         ThreadPoolExecutor(threads) as pool,
         ThreadPoolExecutor(1) as flusher,
     ):

@@ -355,8 +355,11 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
         return from_json(CalibrationRecord, known[_CALIBRATION])
     from lpconv.verify.calibrate import calibrate  # imports torch (seconds)
 
-    with staging.discard_on_failure():
+    try:
         record = calibrate(job, progress)
+    except BaseException:  # there is nothing to resume
+        staging.discard()
+        raise
     staging.append({"shard": _CALIBRATION, "files": [], _CALIBRATION: to_json(record)})
     return record
 

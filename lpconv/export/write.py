@@ -44,11 +44,7 @@ def export(
     watched = checkpoint.watch()
     check_complete(checkpoint, allow_missing=options.allow_missing)
     identity = {"export": checkpoint.origin.name, "opset": opset}
-    with (
-        Staging(output, identity, force=options.force) as staging,
-        staging.discard_on_failure(),
-        _keep_rejected(staging),
-    ):
+    with Staging(output, identity, force=options.force) as staging, _keep_rejected(staging):
         source = checkpoint.record(lambda name: sha256_of(checkpoint.directory / name))
         result = _write_model(staging.directory, source, checkpoint, options, opset, progress)
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)

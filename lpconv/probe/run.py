@@ -40,10 +40,7 @@ def run_probe(
     from lpconv.report.probe import probe_document
     from lpconv.scaled.disk import write_factors
 
-    with (
-        Staging(output, {"probe": checkpoint.origin.name}, force=options.force, marker=PROBE_FILE) as staging,
-        staging.discard_on_failure(),
-    ):
+    with Staging(output, {"probe": checkpoint.origin.name}, force=options.force, marker=PROBE_FILE) as staging:
         result = probe_checkpoint(checkpoint, options, progress=progress)
         if options.calibrate:
             write_factors(staging.directory, calibrate_checkpoint(checkpoint, options, progress=progress))

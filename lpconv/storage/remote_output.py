@@ -83,7 +83,7 @@ class RemoteStaging(Staging):
 
     def __init__(self, url: str, identity: dict[str, Any], *, source: str, resume: bool, force: bool) -> None:
         self.url = check_free_url(url, resume=resume, force=force)
-        super().__init__(working_folder(url), identity, force=True)
+        super().__init__(working_folder(url), identity, resume=False, force=True)
         try:
             self._tags: dict[str, str | None] = {}
             self._claim_or_resume(json.loads(json.dumps(identity)), source, resume=resume, force=force)

@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any, Self
@@ -43,8 +43,9 @@ _SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders next to a
 class Staging:
     """The working folder of one output. Use as a context manager, which always releases the lock.
 
-    `identity` must be the same for a resume: plan, source files, library versions that affect the bytes. The file
-    `marker` marks a published folder as ours.
+    `resume` is None for a command that cannot resume, whose folder is deleted if it fails. `identity` must be the same
+    for a resume: plan, source files, library versions that affect the bytes. The file `marker` marks a published folder
+    as ours.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Staging:
         self.output = output
         self.directory = folder_next_to(output, ".partial")
         self.done: list[dict[str, Any]] = []
-        self._force, self._marker = force, marker
+        self._force, self._marker, self._can_resume = force, marker, resume is not None
         check_free(output, resume=resume, force=force, marker=marker)
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -124,15 +125,6 @@ class Staging:
             (self.output / JOURNAL).unlink(missing_ok=True)  # a resumed run deletes it too
             _remove(old, self._marker)
 
-    @contextlib.contextmanager
-    def discard_on_failure(self) -> Iterator[None]:
-        """`discard` if the block fails, for work that cannot be resumed."""
-        try:
-            yield
-        except BaseException:
-            self.discard()
-            raise
-
     def discard(self) -> None:
         """Delete the folder."""
         with contextlib.suppress(OSError):
@@ -150,7 +142,9 @@ class Staging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: object, *_: object) -> None:
+        if failure is not None and not self._can_resume:
+            self.discard()
         self._journal.close()
 
 
