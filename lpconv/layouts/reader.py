@@ -20,7 +20,7 @@ from lpconv.layouts import READ
 from lpconv.layouts.compressed_config import input_scale_name
 from lpconv.layouts.defects import Findings, from_headers
 from lpconv.layouts.headers import check_readable, judged_grids, recognise
-from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable, Residuals, read_residual
+from lpconv.storage.checkpoint import RESIDUAL_FOLDER, RESIDUAL_INDEX, Checkpoint, Openable, Residuals, read_residual
 from lpconv.storage.header import check_not_pointer, lay_out, quantization_method
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.storage.staging import MARKER
@@ -74,7 +74,8 @@ class StoredTensors:
             opened.callback(self._root.close)
             self._low: Source | None = None
             if residuals is not None:
-                self._low = SafetensorsSource(residuals.as_checkpoint)
+                files = Checkpoint.of_files(RESIDUAL_FOLDER, residuals.directory, residuals.files)
+                self._low = SafetensorsSource(files)
                 opened.callback(self._low.close)
             low = self._low.entries if self._low is not None else {}
             self._headers = Headers.of(

@@ -198,11 +198,6 @@ class Residuals:
     files: tuple[str, ...]
     roots: tuple[tuple[str, str], ...]
 
-    @property
-    def as_checkpoint(self) -> Checkpoint:
-        """The residual files as a separate checkpoint."""
-        return Checkpoint.of_files(RESIDUAL_FOLDER, self.directory, self.files)
-
 
 def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, Any]:
     """The document of `RESIDUAL_INDEX`; `pairs` holds (residual file, root file, root's SHA-256)."""

@@ -161,17 +161,14 @@ class RemoteStaging(Staging):
         names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL, SUMS})
         self.check_alone()
         for name in [SUMS, *names, "config.json"]:
-            self._put_small(name, paths[name].read_bytes())
+            data = paths[name].read_bytes()
+            if put(self.url, name, data, create=True) is None and bytes(fetch(self.url, name)) != data:
+                self.check_alone()
+                put(self.url, name, data)  # replaces the file of an unfinished run
         if put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is None:
             self._lose()
         delete_records(self.url)
         shutil.rmtree(self.directory)
-
-    def _put_small(self, name: str, data: bytes) -> None:
-        """Create a small file, or replace the one of an unfinished run."""
-        if put(self.url, name, data, create=True) is None and bytes(fetch(self.url, name)) != data:
-            self.check_alone()
-            put(self.url, name, data)
 
     def discard(self) -> None:
         """Delete the working folder and this run's objects. If the store fails meanwhile, the objects remain."""

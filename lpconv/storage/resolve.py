@@ -71,7 +71,9 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
 def _find(name: str, revision: str | None, *, whole: bool) -> Resolved:
     """The checkpoint that a name refers to; its `directory` may be a file."""
     if name == DEMO:
-        return _demo(revision)
+        if revision is not None:
+            raise UsageError(f"the included model has no revision `{revision}`", hint="leave --revision out")
+        return Resolved(name=DEMO, resolved=DEMO, directory=demo_checkpoint())
     if is_url(name):
         return _from_url(name, revision, whole=whole)
     # os.path functions never raise: the name may be too long, or name a user that does not exist.
@@ -82,7 +84,12 @@ def _find(name: str, revision: str | None, *, whole: bool) -> Resolved:
             hint=f"pass the directory that contains it: {path.parent}",
         )
     if name and (os.path.isdir(path) or os.path.isfile(path)):
-        return _local(name, path, revision)
+        if revision is not None:
+            raise UsageError(
+                f"`{name}` is a local directory and has no revision `{revision}`",
+                hint="leave --revision out; for a hub model of that name, run from another folder",
+            )
+        return Resolved(name=name, resolved=str(path.resolve()), directory=path.resolve())
     if looks_like_path(name):
         raise missing_directory(name, hint="pass a directory that exists, a hub id or an alias")
     return _from_hub(name, revision)
@@ -91,22 +98,6 @@ def _find(name: str, revision: str | None, *, whole: bool) -> Resolved:
 def looks_like_path(name: str) -> bool:
     """Whether `name` can only be a path: neither ``name`` nor ``owner/name`` in the hub's spelling."""
     return _HUB_NAME.fullmatch(name) is None
-
-
-def _demo(revision: str | None) -> Resolved:
-    if revision is not None:
-        raise UsageError(f"the included model has no revision `{revision}`", hint="leave --revision out")
-    return Resolved(name=DEMO, resolved=DEMO, directory=demo_checkpoint())
-
-
-def _local(name: str, path: Path, revision: str | None) -> Resolved:
-    if revision is not None:
-        raise UsageError(
-            f"`{name}` is a local directory and has no revision `{revision}`",
-            hint="leave --revision out; for a hub model of that name, run from another folder",
-        )
-    directory = path.resolve()
-    return Resolved(name=name, resolved=str(directory), directory=directory)
 
 
 def directory_of(path: str | Path) -> Path:
@@ -182,7 +173,8 @@ def check_promises(snapshot: Path) -> dict[str, str]:
         blob = _blob(snapshot / name)
         if blob is None:
             continue
-        stamp = _stamp(blob)
+        status = blob.stat()
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
         if known.get(blob.name) != stamp:
             _check_blob(snapshot / name, name, blob)
             known[blob.name] = stamp
@@ -221,11 +213,6 @@ def _possible_names(blob: Path) -> tuple[str, ...]:
     # Git hashes a header too; some mirrors give the plain SHA-1.
     git = hash_of(blob, hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False))
     return git, hash_of(blob, hashlib.sha1(usedforsecurity=False))
-
-
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _read_state(state: Path) -> dict[str, Any]:
