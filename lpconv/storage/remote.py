@@ -261,12 +261,12 @@ class RemoteFile:
         if stop > self.size_bytes:
             raise InputError("a remote file is shorter than its header says", hint="upload the checkpoint again")
         first, last = start // _PIECE, (stop - 1) // _PIECE
-        if len(out) <= _LITTLE and self._little[first] < _FEW and not _window().holds(self, first):
+        if len(out) <= _LITTLE and self._little[first] < _FEW and not _WINDOW.holds(self, first):
             self._little[first] += 1
             out[:] = memoryview(self._fetch(span=(start, stop)))
             return
         for index in range(first, last + 1):
-            piece = memoryview(_window().piece(self, index).result())
+            piece = memoryview(_WINDOW.piece(self, index).result())
             begin = index * _PIECE
             low, high = max(start, begin), min(stop, begin + len(piece))
             out[low - start : high - start] = piece[low - begin : high - begin]
@@ -276,7 +276,7 @@ class RemoteFile:
         return self._fetch(span=(index * _PIECE, min((index + 1) * _PIECE, self.size_bytes)))
 
     def close(self) -> None:
-        _window().forget(self)
+        _WINDOW.forget(self)
 
 
 class _Window:
@@ -314,6 +314,4 @@ class _Window:
                 self._held.pop(key).cancel()
 
 
-@functools.cache
-def _window() -> _Window:
-    return _Window()
+_WINDOW = _Window()
