@@ -112,11 +112,10 @@ def check_config(config: dict[str, Any], path: Path) -> None:
     nested = [part for part in config.values() if isinstance(part, dict)]  # such as text_config
     for key, value in (item for part in (config, *nested) for item in part.items()):
         if key in ("dtype", "torch_dtype") and isinstance(value, str) and not _DTYPE.fullmatch(value):
+            name = value.removeprefix("torch.") if value.startswith("torch.") else "bfloat16"
             raise InputError(
                 f"`{path}`: {key} is `{value}`, which transformers cannot open",
-                hint=f"write the name of a dtype of torch, such as `{value.removeprefix('torch.')}`"
-                if value.startswith("torch.")
-                else "write the name of a dtype of torch, such as `bfloat16`",
+                hint=f"write the name of a dtype of torch, such as `{name}`",
             )
         if key in _NUM_LAYERS and value is None:
             raise InputError(f"`{path}`: {key} is null", hint="set it to the number of layers")

@@ -125,12 +125,10 @@ def _model_info(repo_id: str, revision: str | None, *, with_sizes: bool = False)
 def why_unreachable(endpoint: str) -> str | None:
     """Why the server of a URL, or its proxy, accepts no connection within two seconds; None if it does."""
     url = urlsplit(endpoint)
-    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
-    proxies = {} if urllib.request.proxy_bypass(host) else urllib.request.getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    if proxy:
+    proxies = {} if urllib.request.proxy_bypass(url.hostname or "") else urllib.request.getproxies()
+    if proxy := proxies.get(url.scheme) or proxies.get("all"):
         url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-        host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
     outcome: list[str | None] = []
 
     def connect() -> None:
