@@ -262,14 +262,14 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     measured = workers.measure(t)
     values = torch.empty(t.info.num_elements)
 
-    def convert(block: TensorBlock) -> EncodedBlock:
-        with workers.borrow() as work:
-            encoded = t.form.encode(workers.read(block, work), block.start, measured, work)
-            values[block.start : block.stop] = t.form.decode(encoded.data, block.start, block.stop, measured.side)
-            return dataclasses.replace(encoded, data=())
+    def convert(x: Tensor, start: int, work: Workspace) -> EncodedBlock:
+        stop = start + len(x)
+        encoded = t.form.encode(x, start, measured, work)
+        values[start:stop] = t.form.decode(encoded.data, start, stop, measured.side)
+        return dataclasses.replace(encoded, data=())
 
     error, stats = BlockError(), measured.stats
-    for _, encoded in workers.in_order(tensor_blocks([t]), convert):
+    for _, encoded in workers.apply(t, convert):
         error = error + (encoded.error or BlockError())
         stats = stats + (encoded.stats or BlockStats())
     return values.view(t.info.shape), tensor_record(t, t.form.scale(measured.side), stats, error)

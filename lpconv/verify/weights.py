@@ -37,7 +37,7 @@ from lpconv.results import TensorRecord, WeightsCheck
 from lpconv.results.verify import LOST_DB
 from lpconv.summed import Summed, joined
 from lpconv.verify.reader import OutputReader
-from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
+from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers
 
 _PIECE = 2**14  # elements of a sample
 _SMALL, _TOGETHER = 2**11, 512  # largest tensor that is confirmed together with others, and how many of them
@@ -165,28 +165,25 @@ def _compare_whole(
     """
     side = _stored_side(t, output)
 
-    def look(block: TensorBlock) -> tuple[BlockFacts | None, _Compared]:
-        with workers.borrow() as work:
-            x = workers.read(block, work)
-            statistics = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
-            measured = Measurement(stats=statistics.stats if statistics else BlockStats(), side=side)
-            return statistics, _compare(block, x, output, measured, None, work)
+    def look(x: Tensor, start: int, work: Workspace) -> tuple[BlockFacts | None, _Compared]:
+        statistics = t.form.look(x, start, work) if t.form.needs_first_pass else None
+        measured = Measurement(stats=statistics.stats if statistics else BlockStats(), side=side)
+        return statistics, _compare(t.form, x, start, output, measured, None, work)
 
     total, looked = _Compared(), list[BlockFacts]()
-    for block, (first_pass, compared) in workers.in_order(tensor_blocks([t]), look):
+    for block, (first_pass, compared) in workers.apply(t, look):
         total = total + compared
         looked += [] if first_pass is None else [first_pass]
         progress.advance(block.source_bytes)
     implied = workers.conclude(t, looked) if t.form.needs_first_pass else Measurement()
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
 
-    def compare(block: TensorBlock) -> _Compared:
-        with workers.borrow() as work:
-            x = workers.read(block, work)
-            return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
+    def compare(x: Tensor, start: int, work: Workspace) -> _Compared:
+        measured = replace(implied, side=side)
+        return _compare(t.form, x, start, output, measured, None if same_side else implied, work)
 
     if not (same_side and implied.stats.is_finite):
-        total = sum((compared for _, compared in workers.in_order(tensor_blocks([t]), compare)), _Compared())
+        total = sum((compared for _, compared in workers.apply(t, compare)), _Compared())
     record = output.records[t.name]
     if t.format is None:
         return record, total.right and planned_record(t) == record, None
@@ -204,12 +201,8 @@ def _compare_whole(
 def _is_lost(t: PlannedTensor, workers: Workers) -> bool:
     """Whether rounding a tensor to nearest loses its signal."""
     implied = workers.measure(t)
-
-    def look(block: TensorBlock) -> BlockError:
-        with workers.borrow() as work:
-            return t.form.encode(workers.read(block, work), block.start, implied, work).error or BlockError()
-
-    error = sum((e for _, e in workers.in_order(tensor_blocks([t]), look)), BlockError())
+    errors = workers.apply(t, lambda x, start, work: t.form.encode(x, start, implied, work).error or BlockError())
+    error = sum((e for _, e in errors), BlockError())
     return sqnr_db(implied.stats.sum_squares, error.sum_squares) <= LOST_DB
 
 
@@ -220,10 +213,9 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
     for start, stop in _sample_ranges(t.info.num_elements):
         first, last = t.form.widened(start, stop)
         with workers.borrow() as work:
-            block = TensorBlock(tensor=t, start=first, stop=last)
-            x = workers.read(block, work)
+            x = workers.read(TensorBlock(tensor=t, start=first, stop=last), work)
             measured = Measurement(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
-            compared = _compare(block, x, output, measured, None, work)
+            compared = _compare(t.form, x, first, output, measured, None, work)
             right = right and compared.right and not any(_wrong_tensors(filter(None, [compared.left])))
         count += last - first
     return count, right
@@ -247,18 +239,19 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    block: TensorBlock,
+    form: Form,
     x: Tensor,
+    start: int,
     output: OutputReader,
     measured: Measurement,
     implied: Measurement | None,
     work: Workspace,
 ) -> _Compared:
-    """Compare a stored block with `x`, the source's block.
+    """Compare a stored block with `x`, the source's block at `start`.
 
     `measured` has the stored side tensors; `implied` has those that the source implies, if they differ.
     """
-    form, start, stop = block.tensor.form, block.start, block.stop
+    stop = start + len(x)
     stored = output.read(form, start, stop, measured.side)
     again = form.encode(x, start, measured, work)
     right = _same_bytes(stored, again.data)
