@@ -11,6 +11,7 @@ order, whatever order they finish in, so the output does not depend on the numbe
 step that cannot be parallelised, so that thread does nothing else.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -86,20 +87,15 @@ class Engine:
         """Like `write_shard`, but None if a prediction was wrong. `measured` then holds the correct statistics."""
         assumed = dict(measured)
         files: list[_Output] = []
-        try:
+        with contextlib.ExitStack() as opened:
             for planned in shard.files:
                 files.append(_Output(self._staging, planned, self._flusher))
+                opened.callback(files[-1].part.abandon)  # unless it is finished
                 files[-1].part.append(planned.header)
             records = self._write_tensors(shard, files, measured)
             if all(_is_confirmed(a, measured[n]) for n, a in assumed.items()):
                 return [f.part.finish() for f in files], records
-            for f in files:
-                f.part.abandon()
-            return None
-        except BaseException:
-            for f in files:
-                f.part.abandon()
-            raise
+        return None
 
     def _measure(self, t: PlannedTensor) -> Measurement:
         """Statistics of the first pass over a tensor, or a prediction of them."""
