@@ -243,7 +243,7 @@ def decoded_tensors(
         for t in job.plan.tensors:
             if t.action == "convert":
                 values, record = _decoded(t, workers)
-                state[t.name] = job.plan.reorder(t.name, values, back=True)
+                state[t.name] = job.plan.in_source_order(t.name, values)
             else:
                 record = planned_record(t)
                 if t.action == "keep":

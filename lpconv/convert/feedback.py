@@ -178,10 +178,10 @@ class _Weights(StoredTensors):
         if name not in self.rounded:
             return super().values(name, start, stop)
         codes = Codes.from_form(*self.rounded[name])
-        if self.plan is None or name not in self.plan.reordered:
+        if self.plan is None or name not in self.plan.orders:
             return codes.part(start, stop).decode_to(torch.empty(stop - start))
         whole = codes.decode_to(torch.empty(len(codes))).view(self.forms[name].shape)
-        return self.plan.reorder(name, whole, back=True).reshape(-1)[start:stop]
+        return self.plan.in_source_order(name, whole).reshape(-1)[start:stop]
 
 
 class TensorRounding:

@@ -158,7 +158,7 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    held = _ARRANGED_COPIES * max((t.info.num_bytes for t in plan.tensors if t.name in plan.reordered), default=0)
+    held = _ARRANGED_COPIES * max((t.info.num_bytes for t in plan.tensors if t.name in plan.orders), default=0)
     tables = _TABLES_BYTES if any(t.form.shares_scale and t.form.late_side for t in plan.tensors) else 0
     return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables + held
 

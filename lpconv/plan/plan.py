@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -224,14 +224,9 @@ class Plan:
         """The form of converted tensors, or the form that selects another one."""
         return form_type(self.options)
 
-    @property
-    def reordered(self) -> Collection[str]:
-        """Names of the tensors whose elements the files have in another order than the source."""
-        return self.orders.keys()
-
-    def reorder(self, name: str, x: "Tensor", *, back: bool = False) -> "Tensor":
-        """A whole tensor of the source in the order of the files; with `back`, the reverse."""
-        return arranged(x, self.orders[name], back=back) if name in self.orders else x
+    def in_source_order(self, name: str, x: "Tensor") -> "Tensor":
+        """A whole tensor of the files, with its elements in the order of the source."""
+        return arranged(x, self.orders[name], back=True) if name in self.orders else x
 
     @property
     def warnings(self) -> tuple[str, ...]:
