@@ -203,8 +203,10 @@ class TensorRounding:
         self._num_inputs = [0] * count  # of each matrix
 
     @classmethod
-    def begin(cls, t: PlannedTensor, workers: Workers, matrix: Matrix, squares: Tensor | None) -> Self | None:
-        """Choose the scales of a tensor of matrices like `matrix`. None if it has NaN or Inf.
+    def begin(
+        cls, t: PlannedTensor, workers: Workers, matrix: Matrix, squares: Tensor | None, measured: Measurement | None
+    ) -> Self | None:
+        """Choose the scales of a tensor of matrices like `matrix`, if not `measured`. None if it has NaN or Inf.
 
         `squares` are sums of squares of the inputs of each column, [columns] or [matrices, columns].
         """
@@ -213,7 +215,7 @@ class TensorRounding:
             mean = squares.mean(-1, keepdim=True)
             form = form.with_importance((squares + DAMPING * mean).masked_fill(mean == 0, 1.0))  # else nothing counts
         with SingleThreadedTorch():
-            measured = workers.measure(dataclasses.replace(t, form=form))
+            measured = measured or workers.measure(dataclasses.replace(t, form=form))
         return cls(t, workers, measured, matrix.count) if measured.stats.is_finite else None
 
     def rounded(self, matrix: Matrix, factor: Factor) -> Self:
@@ -359,12 +361,8 @@ class _Rounding:
                     if m.name not in tensors:
                         single = None if factor.is_transposed else factor.squares_C  # else a row has one input
                         importance = single if m.count == 1 else squares.get(m.name)
-                        planned, workers = self._planned[m.name], self._workers
-                        tensors[m.name] = (
-                            TensorRounding(planned, workers, larger[m.name], m.count)
-                            if m.name in larger
-                            else TensorRounding.begin(planned, workers, m, importance)
-                        )
+                        planned, scales = self._planned[m.name], larger.get(m.name)
+                        tensors[m.name] = TensorRounding.begin(planned, self._workers, m, importance, scales)
                     if (tensor := tensors[m.name]) is not None:
                         tensor = tensors[m.name] = tensor.rounded(m, factor)
                         self._weights.rounded[m.name] = tensor.stored
