@@ -91,14 +91,10 @@ def folder_for_parts(output: Path | str) -> Path:
 
 def share_of(plan: Plan, part: Part) -> tuple[PlannedShard, ...]:
     """The files of a part: the largest file first, each to the part with the fewest bytes to read so far."""
-    loads = [0] * part.count
-    mine: set[str] = set()
+    shares = [list[PlannedShard]() for _ in range(part.count)]
     for shard in sorted(plan.shards, key=lambda s: (-s.bytes_read, s.root.name)):
-        least = loads.index(min(loads))
-        loads[least] += shard.bytes_read
-        if least == part.number - 1:
-            mine.add(shard.root.name)
-    return tuple(s for s in plan.shards if s.root.name in mine)
+        min(shares, key=lambda share: sum(s.bytes_read for s in share)).append(shard)
+    return tuple(sorted(shares[part.number - 1], key=plan.shards.index))
 
 
 def convert_part(
