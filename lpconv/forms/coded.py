@@ -96,12 +96,13 @@ class CodedForm(Form):
     def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor: ...
 
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+        stats = sum((each.stats for each in looked), BlockStats())
         if self.chosen is not None:
-            return Measurement(stats=sum((each.stats for each in looked), BlockStats()), side=self.chosen.side)
-        return self._combine(looked, over, fused)
+            return Measurement(stats=stats, side=self.chosen.side)
+        return self._combine(BlockFacts(stats=stats, more=[each.more for each in looked]), over, fused)
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
-        """`combine` for codes that follow from the source."""
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
+        """`combine` for codes that follow from the source, given the statistics of all blocks and their other facts."""
         raise NotImplementedError(self.words)
 
     def begin(self, largest: float) -> Measurement:

@@ -29,16 +29,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.spec import CODED, FORMATS, Format
 from lpconv.forms.coded import CodedForm
-from lpconv.forms.facts import (
-    BlockFacts,
-    BlockStats,
-    Component,
-    EncodedBlock,
-    FormSettings,
-    Headers,
-    Measurement,
-    block_ranges,
-)
+from lpconv.forms.facts import BlockFacts, Component, EncodedBlock, FormSettings, Headers, Measurement, block_ranges
 from lpconv.forms.form import Form, Over, Side, not_finite_error
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
@@ -231,12 +222,11 @@ class EntropyCoded(CodedForm):
             raise not_finite_error(self.name, self.format)
         return BlockFacts(stats=stats, more=_histogram(x))
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         """The smallest step whose coded size fits, and the size of each block with it."""
         from lpconv.forms.blocks import as_float32
 
-        stats = sum((each.stats for each in looked), BlockStats())
-        histogram = _joined([each.more for each in looked])
+        stats, histogram = looked.stats, _joined(looked.more)
 
         def coded_sizes(step: float) -> list[int]:
             def sizes(x: Tensor, start: int, work: Workspace) -> list[int]:

@@ -79,17 +79,17 @@ class ScaledCodes(CodedForm):
 
         return BlockFacts(stats=block_stats(x, work), more=first_look(x, self._on_grid()) if start == 0 else None)
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         import torch
 
-        stats = sum((each.stats for each in looked), BlockStats())
+        stats, seen = looked.stats, looked.more
         scale = scale_for(stats, self.format, pow2=self.has_pow2_scale)
         # fp32 codes must restore the source's bits; dividing tiny elements by a large scale could lose some.
         exact = self.format.name == "fp32" and self.has_pow2_scale
         if exact and scale > 1 and not all(over(lambda x, _, work: _fits_exactly(x, scale, work))):
             scale = 1.0
         side = torch.tensor([scale], dtype=torch.float32)
-        looks_so, grid = looked[0].more if looked else (False, None)
+        looks_so, grid = seen[0] if seen else (False, None)
         grid_scale = None
         if looks_so and stats.is_finite:
             grid_scale = self._on_grid().scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1))

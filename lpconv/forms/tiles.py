@@ -20,7 +20,7 @@ from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import CODED, FORMATS, OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
 from lpconv.forms.entropy import EntropyCoded
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
+from lpconv.forms.facts import BlockFacts, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
 from lpconv.forms.planes import PACKED, Plane, PlaneNames, one_by_one, stored_numbers
@@ -335,14 +335,13 @@ class Tiles(CodedForm):
         mine = Measurement(stats=block.stats, side={**measured.side, self.scales.name: scales})
         return BlockFacts(stats=block.stats, more=more), self.encode(x, 0, mine, work)
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         """Combine all blocks. Reads fused weights only if blocks have not been encoded yet."""
         import torch
 
         from lpconv.forms.blocks import finite_absmax
 
-        rule, seen = self._rule, [each.more for each in looked]
-        stats = sum((each.stats for each in looked), BlockStats())
+        rule, stats, seen = self._rule, looked.stats, looked.more
         is_encoded = bool(seen) and seen[0].scales is not None
         if is_encoded:
             factor, scales = seen[0].factor, torch.cat([s.scales for s in seen])

@@ -138,7 +138,7 @@ class _Layout(CodedForm):
     def _begin(self, largest: float) -> Measurement:
         return self._with_activations(super()._begin(largest))
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         return self._with_activations(super()._combine(looked, over, fused))
 
     def _scale_of_inputs(self, absmax: float) -> Tensor:
@@ -204,7 +204,7 @@ class Compressed(_Layout, ScaledCodes):
         """
         return self.has_input_scale and self.chosen is None
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         import torch
 
         from lpconv.forms.blocks import block_stats
@@ -259,7 +259,7 @@ class CompressedTiles(_Layout, Tiles):
     def _rule(self) -> TileScales:
         return replace(super()._rule, has_factor=not (self.is_expert and self.has_pow2_scale))
 
-    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+    def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         """Combine all blocks. Raises UnsupportedError for experts that need a tensor scale.
 
         Plain transformers ignores the tensor scale of experts.
