@@ -105,15 +105,6 @@ class CodedForm(Form):
         """`combine` for codes that follow from the source, given the statistics of all blocks and their other facts."""
         raise NotImplementedError(self.words)
 
-    def begin(self, largest: float) -> Measurement:
-        if self.chosen is not None:
-            return Measurement(side=self.chosen.side, is_guess=True)
-        return self._begin(largest)
-
-    def _begin(self, largest: float) -> Measurement:
-        """`begin` for codes that follow from the source."""
-        return super().begin(largest)
-
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         from lpconv.forms.codes import encode
 

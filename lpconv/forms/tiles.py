@@ -297,8 +297,9 @@ class Tiles(CodedForm):
 
         return data[0].view(TORCH_DTYPES[self.codes.dtype]) if self.names.word else data[0]
 
-    def _begin(self, largest: float) -> Measurement:
-        return Measurement(side=self._tensor_side(self._rule.factor(largest)), is_guess=True)
+    def begin(self, largest: float) -> Measurement:
+        side = self.chosen.side if self.chosen is not None else self._tensor_side(self._rule.factor(largest))
+        return Measurement(side=side, is_guess=True)
 
     def _tensor_side(self, factor: Tensor | None) -> dict[str, Tensor]:
         """The side tensors that belong to the whole tensor, by name."""

@@ -135,8 +135,9 @@ class _Layout(CodedForm):
         inputs = absmax.get(self.name.removesuffix(_WEIGHT), self.input_absmax)
         return replace(self, input_absmax=inputs, cache_absmax=absmax.get(str(self.cache_scale), self.cache_absmax))
 
-    def _begin(self, largest: float) -> Measurement:
-        return self._with_activations(super()._begin(largest))
+    def begin(self, largest: float) -> Measurement:
+        measured = super().begin(largest)
+        return measured if self.chosen is not None else self._with_activations(measured)
 
     def _combine(self, looked: BlockFacts, over: Over, fused: Sequence[Over]) -> Measurement:
         return self._with_activations(super()._combine(looked, over, fused))
