@@ -92,7 +92,8 @@ def _restored_blocks(reader: OutputReader, info: TensorInfo, work: Workspace, pr
             value = value.to(TORCH_DTYPES[info.dtype])
         yield value
         progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
-    if _is_exact(record) and not _has_figures(statistics, record):
+    has_figures = statistics.absmax == record.absmax and math.isclose(statistics.rms, record.rms or 0.0, rel_tol=1e-4)
+    if _is_exact(record) and not has_figures:
         raise InputError(
             f"tensor `{info.name}` does not decode to the values recorded in {MARKER}",
             hint="run `lpconv verify --level weights` for details",
@@ -109,11 +110,6 @@ def _keeps_bits(record: TensorRecord) -> bool:
     held = FORMATS[record.format]
     is_told = held.has_negative_zero and not record.num_nan and (held.has_inf or not record.num_inf)
     return is_told and _is_exact(record)
-
-
-def _has_figures(statistics: BlockStats, record: TensorRecord) -> bool:
-    rms = record.rms or 0.0
-    return statistics.absmax == record.absmax and math.isclose(statistics.rms, rms, rel_tol=1e-4)
 
 
 def decode_checkpoint(

@@ -59,7 +59,8 @@ def cast(
         rounded = _round(x.double(), spec, rounding, generator)
         rounded = _overflow(rounded, x, spec, rounding, overflow)
         if not spec.has_zero:
-            rounded = rounded.clamp(min=smallest_number(spec, x.dtype))
+            info = torch.finfo(x.dtype)
+            rounded = rounded.clamp(min=max(spec.min_subnormal, info.smallest_normal * info.eps))
         if not spec.has_sign:
             rounded = torch.where(x < 0, math.nan, rounded)
         if not spec.has_negative_zero:
@@ -103,12 +104,6 @@ def largest_number(format: str | Format, dtype: torch.dtype) -> float:
     top = min(spec.max, info.max)
     step = math.ldexp(max(spec.eps, info.eps), math.frexp(top)[1] - 1)
     return top // step * step
-
-
-def smallest_number(format: str | Format, dtype: torch.dtype) -> float:
-    """The smallest positive number that both `format` and `dtype` can represent."""
-    spec, info = get_format(format), torch.finfo(dtype)
-    return max(spec.min_subnormal, info.smallest_normal * info.eps)
 
 
 def check_cast(x: Tensor, format: str | Format, rounding: str, overflow: str) -> Format:

@@ -63,7 +63,8 @@ def encode(
         zeros = num_zeros(x)  # counted while x is in the cache
         entries = _look_up(x, tables, codes, work)
         flushed = _num_zeros(codes, fmt) - zeros
-        return codes, error_of(_differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
+        errors = entries.bitwise_and_(~_CODE).view(torch.float32)
+        return codes, error_of(errors, lambda: as_float32(x, work), num_flushed=flushed)
     value = as_float32(x, work)
     got = _round_to_codes(value, scale, fmt, codes, work, is_finite=stats.is_finite)
     flushed = 0
@@ -217,13 +218,18 @@ def _tables(table_of: _TableOf, dtype: torch.dtype, scale: float | Tensor, fmt: 
         return None if entries is None else (entries, None)
     span = _span_of_scales(scale)
     entries = None if span is None else _joined(table_of, dtype, fmt, span)
-    return None if span is None or entries is None else (entries, _beginnings(scale, span))
+    if span is None or entries is None:
+        return None
+    first, _, dropped = span
+    return entries, (scale.view(torch.int32) >> dropped).sub_(first).mul_(2**16)
 
 
 @functools.lru_cache(maxsize=6)
 def _joined(table_of: _TableOf, dtype: torch.dtype, fmt: Format, span: _Span) -> Tensor | None:
     """The concatenated tables for the scales of a span."""
-    candidates = [table_of(dtype, scale, fmt) for scale in _scales_of(span)]
+    first, count, dropped = span
+    scales = (np.arange(first, first + count, dtype=np.int32) << dropped).view(np.float32).tolist()
+    candidates = [table_of(dtype, scale, fmt) for scale in scales]
     tables = [t for t in candidates if t is not None]
     return torch.cat(tables) if len(tables) == len(candidates) else None
 
@@ -274,20 +280,6 @@ def _span_of_scales(scales: Tensor) -> _Span | None:
     return None
 
 
-def _scales_of(span: _Span) -> list[float]:
-    """The scales of a span in order."""
-    first, count, dropped = span
-    bits = np.arange(first, first + count, dtype=np.int32) << dropped
-    scales: list[float] = bits.view(np.float32).tolist()
-    return scales
-
-
-def _beginnings(scales: Tensor, span: _Span) -> Tensor:
-    """The first entry of each scale's table in a span."""
-    first, _, dropped = span
-    return (scales.view(torch.int32) >> dropped).sub_(first).mul_(2**16)
-
-
 def _table_indices(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
     """Table indices of 16-bit numbers, 1-D; `begin` is the first entry of each tile's table.
 
@@ -300,14 +292,9 @@ def _table_indices(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
 
 
 def _look_up(x: Tensor, tables: _Tables, codes: Tensor, work: Workspace) -> Tensor:
-    """Write the codes of a block, 1-D, into `codes`, and return the table entries, for `_differences`."""
+    """Write the codes of a block, 1-D, into `codes`, and return the table entries, which also have the errors."""
     entries_of_tables, begin = tables
     out = work.scratch.error[: x.numel()].view(torch.int32)
     entries = torch.index_select(entries_of_tables, 0, _table_indices(x, begin, work), out=out)
     codes.view(torch.uint8).copy_(entries)  # the lowest byte of each
     return entries
-
-
-def _differences(entries: Tensor) -> Tensor:
-    """Encoding errors, in place of table entries."""
-    return entries.bitwise_and_(~_CODE).view(torch.float32)

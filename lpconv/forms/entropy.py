@@ -69,7 +69,6 @@ class EntropyCoded(CodedForm):
     kind: ClassVar[str] = "entropy"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, _BLOCKS_SUFFIX, _SHAPE_SUFFIX, _COLUMNS_SUFFIX)
     encoded_per_second: ClassVar[float] = 2e7
-    checked_per_second: ClassVar[float] = 1e7
 
     has_pow2_scale: bool = False
     payload: int

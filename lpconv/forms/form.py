@@ -57,12 +57,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Side = Mapping[str, "Tensor"]
 Summand = tuple["Tensor", "float | Tensor"]
-
-
-class Fetch(Protocol):
-    """Reads elements `start` to `stop` of a stored tensor, 1-D in its own dtype."""
-
-    def __call__(self, component: Component, start: int, stop: int, /) -> Tensor: ...
+# Reads elements of a stored tensor from one index to another, 1-D in its own dtype.
+Fetch = Callable[[Component, int, int], "Tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)

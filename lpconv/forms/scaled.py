@@ -171,11 +171,8 @@ def _fits_exactly(x: Tensor, scale: float, work: Workspace) -> bool:
     """Whether every element of a block survives x / scale · scale in fp32; false only if x / scale is subnormal."""
     import torch
 
-    from lpconv.forms.blocks import as_float32
+    from lpconv.forms.blocks import as_float32, same_numbers
 
     value = as_float32(x, work)
     coded = torch.mul(value, 1 / scale, out=work.scratch.coded[: x.numel()])
-    back = torch.mul(coded, scale, out=work.scratch.error[: x.numel()])
-    return torch.equal(back.view(torch.int32), value.view(torch.int32)) or torch.equal(
-        torch.nan_to_num(back), torch.nan_to_num(value)
-    )
+    return same_numbers(torch.mul(coded, scale, out=work.scratch.error[: x.numel()]), value)

@@ -52,6 +52,7 @@ _CLIPPING = {
 }  # fmt: skip
 _WITHIN_BINADE = tuple(1 + i / 16 for i in range(16))
 _SCALES = (2.0**-126, 2.0**127)
+_amax, _amin = functools.partial(torch.amax, dim=-1), functools.partial(torch.amin, dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,11 @@ class TileScales:
 
     def join(self, parts: Sequence[Parts]) -> Parts:
         """Combine the parts of all rows to tiles: [tiles along rows, tiles along columns]."""
-        return {k: self._reduce_rows(torch.cat([p[k] for p in parts]), f) for k, f in _JOIN.items() if k in parts[0]}
+        height, _ = self.grain.sizes(*self.matrix)
+        rows = {k: torch.cat([p[k] for p in parts]) for k in _JOIN if k in parts[0]}
+        if height == 1:
+            return rows
+        return {k: torch.stack([_JOIN[k](p) for p in torch.split(x, height)]) for k, x in rows.items()}
 
     def factor(self, largest: float) -> Tensor | None:
         """The scale that divides all others, fp32 [1], if the grain has one.
@@ -176,11 +181,6 @@ class TileScales:
         cut = [reduce(x[:, :whole].view(height, -1, width))] if whole else []
         return torch.cat([*cut, reduce(x[:, whole:].unsqueeze(1))], 1)
 
-    def _reduce_rows(self, parts: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Reduce the parts of rows [rows, tiles] over the rows of each tile."""
-        height, _ = self.grain.sizes(*self.matrix)
-        return parts if height == 1 else torch.stack([reduce(p) for p in torch.split(parts, height)])
-
     def _scales(self, parts: Parts) -> Tensor:
         """The scale of each tile in fp32; 1 for a tile of zeros.
 
@@ -233,10 +233,6 @@ def dividing_factor(format: Format, largest: float, *, pow2: bool) -> Tensor:
     return torch.tensor([pow2_floor(factor) if pow2 else factor], dtype=torch.float32)
 
 
-def _amax(x: Tensor) -> Tensor:
-    return x.amax(-1)
-
-
 def _norm(x: Tensor, spare: Tensor) -> Tensor:
     """Norm along the last axis, in fp64, computed in as many rows at a time as fit into `spare`.
 
@@ -249,10 +245,6 @@ def _norm(x: Tensor, spare: Tensor) -> Tensor:
         wide = room[: part.numel()].view(part.shape).copy_(part) if part.numel() <= room.numel() else part.double()
         torch.linalg.vector_norm(wide, dim=-1, out=norms)
     return norms_of_rows
-
-
-def _amin(x: Tensor) -> Tensor:
-    return x.amin(-1)
 
 
 def _last_bits(x: Tensor) -> Tensor:
