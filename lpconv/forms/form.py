@@ -266,15 +266,9 @@ class Form(Stored):
         """How many times a conversion reads the tensor."""
         return 2 if self.needs_first_pass and (self.shares_scale or not self.late_side) else 1
 
-    @property
-    def seconds_to_encode(self) -> float:
-        """Estimated time to write the tensor, on one core."""
-        return self.num_elements / self.encoded_per_second + self._seconds_to_search
-
-    @property
-    def seconds_to_check(self) -> float:
-        """Estimated time to compare the whole tensor with its source, on one core."""
-        return self.num_elements / self.checked_per_second + self._seconds_to_search
+    def seconds_at(self, per_second: float) -> float:
+        """Estimated time to write or check the whole tensor at so many elements per second, on one core."""
+        return self.num_elements / per_second + self._seconds_to_search
 
     @property
     def _seconds_to_search(self) -> float:

@@ -207,7 +207,7 @@ def estimate_seconds(job: Job, measured: RoundingForecast | None = None) -> floa
     fixed = _REPORTING_S + (_RUNNING_S if job.memory.no_logits is None else 0.0)
     forms = [t.form for t in job.plan.tensors if t.action != "tie"]
     if job.plan.options.rounding == NEAREST:
-        return fixed + sum(form.seconds_to_encode for form in forms) / job.memory.workers
+        return fixed + sum(form.seconds_at(form.encoded_per_second) for form in forms) / job.memory.workers
     if measured is None:
         return None
     copying = sum(form.num_elements / form.encoded_per_second for form in forms)  # scales are known by then

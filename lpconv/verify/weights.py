@@ -90,7 +90,7 @@ def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset
     """
     chosen, left = set(), seconds
     for t in sorted(tensors, key=lambda t: (t.info.num_elements, t.name)):
-        left -= t.form.seconds_to_check
+        left -= t.form.seconds_at(t.form.checked_per_second)
         if left < 0:
             break
         chosen.add(t.name)
