@@ -151,13 +151,6 @@ class Grid(Stored):
         scales = self.scales.expand_rows(self.scales_of(data[1], span, side), span).expand(span.shape[0], -1)
         return decode_to(out, data[0].reshape(-1), scales.unsqueeze(2), "e2m1" if self.codes.kind == "e2m1" else "")
 
-    def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """The codes in data from `read`, 1-D, in the order of the file."""
-        import torch
-
-        spans, step = self.spans(start, stop), len(self.planes)
-        return torch.cat([self.codes.numbers(data[i * step], s).reshape(-1) for i, s in enumerate(spans)])
-
     def scales_of(self, raw: Tensor, span: Span, side: Side) -> Tensor:
         """The scales of the blocks in a span, fp32, including the tensor's factor."""
         return self.with_factor(self.scales.numbers(raw, span), side)

@@ -128,6 +128,8 @@ def _with_share(t: StoredTensor, stored: StoredTensors, grid: Grid) -> StoredTen
     at_end = 0
     low, high = grid.codes.ends
     for start, stop in block_ranges(grid.num_elements, grid.cols):
-        codes = grid.codes_of(stored.read(grid, start, stop, {}), start, stop)
-        at_end += int(((codes <= low) | (codes >= high)).sum())
+        raw = stored.read(grid, start, stop, {})[:: len(grid.planes)]  # the codes of each span come first
+        for codes, span in zip(raw, grid.spans(start, stop), strict=True):
+            numbers = grid.codes.numbers(codes, span)
+            at_end += int(((numbers <= low) | (numbers >= high)).sum())
     return replace(t, saturated_share=at_end / grid.num_elements)
