@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_text
-from lpconv.forms import Headers, Stored
+from lpconv.forms import Headers
 from lpconv.layouts.defects import Findings, from_headers
 from lpconv.layouts.headers import check_unwrapped, recognise, why_unreadable
 from lpconv.models.whole import compare_with_model, known_shapes
@@ -57,13 +57,14 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, found: Findings) -> Ins
     not_read = (f"neither lpconv nor transformers reads {code_list(rivals)}",) if rivals else ()
     of_others = (f"files for other programs: {code_list(others)}",) if others else ()
     scales = {t.name: t.scale for t in records if t.scale is not None}
+    coded = [form for form in forms.values() if form.format is not None and form.format.is_narrow]
     return InspectResult(
         path=checkpoint.origin.name,
         architecture=next(iter(checkpoint.config.get("architectures") or ()), None),
         method=provenance.get("method"),
         format=provenance.get("format"),
         layout=headers.quantised_by,
-        bits_per_weight=_bits_per_weight(forms.values()),
+        bits_per_weight=8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None,
         dtypes=_dtypes([info for info, _ in stored]),
         shards=tuple(
             FileRecord(name=f, size_bytes=(checkpoint.directory / f).stat().st_size) for f in checkpoint.weight_files
@@ -112,11 +113,6 @@ def check_against_model(record: InspectResult, checkpoint: Checkpoint, *, thorou
         return dataclasses.replace(record, not_checked=(*record.not_checked, what + why))
     warnings = (*record.warnings, *fit.warnings)
     return dataclasses.replace(record, problems=fit.problems, warnings=warnings, checked=(*record.checked, what))
-
-
-def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
-    coded = [form for form in forms if form.format is not None and form.format.is_narrow]
-    return 8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None
 
 
 def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], list[str]]:

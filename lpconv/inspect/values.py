@@ -86,13 +86,10 @@ def inspect_with_statistics(model: Openable, progress: Progress | None = None) -
 
 
 def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:
-    if (
-        t.saturated_share is None
-        or form.format is None
-        or t.saturated_share <= max(_MANY_OF_8, 4.8 / 2**form.format.storage_bits)
-    ):
+    share = t.saturated_share
+    if share is None or form.format is None or share <= max(_MANY_OF_8, 4.8 / 2**form.format.storage_bits):
         return None
-    return f"`{t.name}`: {t.saturated_share:.0%} of the codes have the largest value, so its scales may be too small"
+    return f"`{t.name}`: {share:.0%} of the codes have the largest value, so its scales may be too small"
 
 
 def _with_statistics(record: InspectResult, source: Source, progress: Progress) -> InspectResult:
