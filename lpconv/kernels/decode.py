@@ -21,7 +21,7 @@ from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.fused import fused_decode
 
-_FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
+FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _TARGETS = {
     torch.bfloat16: (FORMATS["bf16"], torch.int16),
     torch.float16: (FORMATS["fp16"], torch.int16),
@@ -43,7 +43,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
         return codes.to(dtype)
     if out is None:
         out = torch.empty_like(codes, dtype=dtype)
-    spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
+    spec, (target, integer) = FP8[codes.dtype], _TARGETS[dtype]
     if codes.device.type != "cpu" or is_compiling() or codes.numel() <= _SMALL:
         return out.copy_(codes)
     if dtype == torch.float16 and spec.name == "e5m2":
@@ -72,7 +72,7 @@ def decode_operand(codes: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     out = operand_like(name, codes, dtype)
     if dtype == torch.bfloat16 and codes.device.type == "cpu" and not is_compiling():
         raw, values = (codes, out) if codes.is_contiguous() else (codes.mT, out.mT)
-        spec, (target, _) = _FP8[codes.dtype], _TARGETS[dtype]
+        spec, (target, _) = FP8[codes.dtype], _TARGETS[dtype]
         if raw.is_contiguous() and _trick_works(raw, spec, target) and fused_decode(raw, spec, values) is not None:
             return out
     return decode(codes, dtype, out=out)
@@ -97,8 +97,8 @@ def _pieces(codes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _check(codes: Tensor, dtype: torch.dtype, out: Tensor | None) -> None:
-    if codes.dtype not in _FP8:
-        known = ", ".join(str(d).removeprefix("torch.") for d in _FP8)
+    if codes.dtype not in FP8:
+        known = ", ".join(str(d).removeprefix("torch.") for d in FP8)
         raise UsageError(
             f"cannot decode codes of {codes.dtype}", hint=f"known: {known}; view raw bytes as one of these dtypes"
         )

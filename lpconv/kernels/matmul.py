@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lpconv.errors import UsageError
-from lpconv.formats.spec import FORMATS
 from lpconv.kernels.buffers import operand
-from lpconv.kernels.decode import decode_operand
+from lpconv.kernels.decode import FP8, decode_operand
 from lpconv.kernels.fused import fused_transpose
 from lpconv.kernels.scaled_cast import scale_product_
 
@@ -34,9 +33,6 @@ _PRODUCTS = {
     aten.convolution.default,
     aten.convolution_backward.default,
 }
-
-
-_FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _WIDE = {torch.bfloat16, torch.float16}
 # Elements from which a transposed left operand is copied to row-major: oneDNN multiplies large transposed ones more
 # slowly, with AMX at half the rate or less (2048 cubed in bfloat16: 40 ms instead of 16), with the same bits.
@@ -64,10 +60,10 @@ def matmul(
     operands.
     """
     _check(a, b, scale_a, scale_b, bias)
-    out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)
+    out_dtype = out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
     if 0 in (*a.shape, *b.shape):
         out = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device=a.device)
-    elif a.dtype in _FP8 and a.is_cuda and why_not_scaled_mm(a, b) is None:
+    elif a.dtype in FP8 and a.is_cuda and why_not_scaled_mm(a, b) is None:
         if out_dtype != torch.bfloat16 and _has_rows(scale_a, scale_b):  # row-wise kernels write bfloat16 only
             out = _scaled_mm(a, b, None, None, torch.float32)
         else:
@@ -143,7 +139,7 @@ def _has_rows(*scales: Tensor | None) -> bool:
 
 def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The product in bfloat16, or in float32 if more is needed; the result has the dtype of the computation."""
-    if a.dtype in _FP8:
+    if a.dtype in FP8:
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         return _mm(decode_operand(a, wide, "left"), decode_operand(b, wide, "right"))
     if (a.device.type == "cpu" and a.dtype == torch.float16) or out_dtype != a.dtype:
@@ -163,7 +159,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
     if not (a.ndim == b.ndim in (2, 3)) or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise UsageError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}", hint="pass (M, K) and (K, N)")
-    if not ({a.dtype, b.dtype} <= _FP8 or (a.dtype == b.dtype and a.dtype in _WIDE)):
+    if not ({a.dtype, b.dtype} <= FP8.keys() or (a.dtype == b.dtype and a.dtype in _WIDE)):
         raise UsageError(
             f"cannot multiply {a.dtype} by {b.dtype}", hint="both must be fp8, or both bfloat16, or both float16"
         )
