@@ -40,7 +40,9 @@ def count(x: Tensor) -> Callable[[], ExponentHistogram]:
     """Read x now and return a function that makes its histogram; it holds 40 KiB per thread (128 for 16-bit dtypes)."""
     x = x.detach()
     if x.dtype == torch.float32:
-        return partial(_fold_float32, _count_float32(x.reshape(-1)))
+        compiled = _BINS_OF_FLOAT32.wants(x)
+        kernel, size = (_BINS_OF_FLOAT32, _COMPILED_PIECE) if compiled else (_BINS_OF_FLOAT32.function, _PIECE)
+        return partial(_fold_float32, _count_bins(x.reshape(-1), kernel, size, _FLOAT32_ROWS * BINS))
     if x.dtype in (torch.bfloat16, torch.float16):
         counts = _count_bins(x.reshape(-1).view(torch.int16), _magnitudes, _PIECE, 2**15)
         return partial(_fold_16_bits, counts, x.dtype)
@@ -56,12 +58,6 @@ def prepare(tensors: Iterable[Tensor]) -> None:
     """Compile the kernels for histograms of these tensors, so that no measured step includes the compilation."""
     for device in {x.device for x in tensors if x.dtype == torch.float32 and _BINS_OF_FLOAT32.wants(x)}:
         exponent_histogram(torch.ones(_BINS_OF_FLOAT32.min_elements, device=device))
-
-
-def _count_float32(flat: Tensor) -> Tensor:
-    compiled = _BINS_OF_FLOAT32.wants(flat)
-    kernel, size = (_BINS_OF_FLOAT32, _COMPILED_PIECE) if compiled else (_BINS_OF_FLOAT32.function, _PIECE)
-    return _count_bins(flat, kernel, size, _FLOAT32_ROWS * BINS)
 
 
 def _fold_float32(counts: Tensor) -> ExponentHistogram:

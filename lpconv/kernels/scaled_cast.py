@@ -43,12 +43,8 @@ def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
         return largest.amax().float() if axis is None else largest.float().unsqueeze(axis)
     bits = x.contiguous().view(_BITS[x.dtype])
     if axis is None:
-        return (
-            torch.stack([_magnitudes(b).amax() for b in torch.split(bits.view(-1), _PIECE)])
-            .amax()
-            .view(x.dtype)
-            .float()
-        )
+        of_pieces = [_magnitudes(b).amax() for b in torch.split(bits.view(-1), _PIECE)]
+        return torch.stack(of_pieces).amax().view(x.dtype).float()
     bits = bits.view(-1, *bits.shape[-2:])
     shape = (*bits.shape[:2], 1) if axis == -1 else (bits.shape[0], 1, bits.shape[2])
     largest = bits.new_zeros(shape)
