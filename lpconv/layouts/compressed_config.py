@@ -21,11 +21,7 @@ INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_s
 # either as the only scale or as the global scale of group scales.
 INPUTS = NOT_ROUNDED, DYNAMIC, STATIC = ("none", "dynamic", "static")
 INT_QUANTIZED = "int-quantized"  # codes of two's complement, one by one
-# Number formats that each `format` of a config allows for the codes.
-NUMBERS_OF = {
-    "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, INT_QUANTIZED: {"int8"},
-    "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {*INTEGERS},
-}  # fmt: skip
+_PACKED = "pack-quantized"  # codes of two's complement, packed
 # The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
 _KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _CACHED = re.compile(r"(?!(?:.+\.)?vis(?:ion|ual))(.+\.)([kv])_proj\.weight")  # a vision tower has no cache
@@ -74,21 +70,22 @@ _PRESETS = tuple(
         ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"),
          {**_args(*_FP8, "tensor"), "observer": "static_minmax"}),
         ("FP8_DYNAMIC", "float-quantized", "e4m3fn", "row", _args(*_FP8, "channel"),
-         {**_args(*_FP8, "token"), "dynamic": True}),
+         _args(*_FP8, "token", dynamic=True)),
         ("FP8_BLOCK", "float-quantized", "e4m3fn", "128x128", _args(*_FP8, "block", block_structure=[128, 128]),
-         {**_args(*_FP8, "group", group_size=128), "dynamic": True}),
-        ("W8A8", INT_QUANTIZED, "int8", "row", _args(8, "int", "channel"),
-         {**_args(8, "int", "token"), "dynamic": True}),
+         _args(*_FP8, "group", group_size=128, dynamic=True)),
+        ("W8A8", INT_QUANTIZED, "int8", "row", _args(8, "int", "channel"), _args(8, "int", "token", dynamic=True)),
         ("MXFP8", "mxfp8-quantized", "e4m3fn", "mx", _args(*_FP8, "group", **_MX),
-         {**_args(*_FP8, "group", **_MX), "dynamic": True}),
+         _args(*_FP8, "group", **_MX, dynamic=True)),
         ("MXFP4A16", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX), None),
         ("MXFP4", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX),
-         {**_args(4, "float", "group", **_MX), "dynamic": True}),
+         _args(4, "float", "group", **_MX, dynamic=True)),
         ("NVFP4A16", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4, None),
         ("NVFP4", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4,
          {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
     )
 )  # fmt: skip
+# Number formats that each `format` of a config allows for the codes.
+NUMBERS_OF = {_PACKED: {*INTEGERS}, **{preset.format: {preset.number} for preset in _PRESETS}}
 
 
 def input_scale_name(inputs: object) -> str | None:
@@ -130,7 +127,7 @@ def _integers(number: str, grain: Grain) -> CompressedPreset:
     bits, size = FORMATS[number].bits, grain.tile[1]
     return CompressedPreset(
         name=f"W{bits}A16",
-        format="pack-quantized",
+        format=_PACKED,
         number=number,
         grain=grain,
         weights=_args(bits, "int", "group", group_size=size) if size else _args(bits, "int", "channel"),

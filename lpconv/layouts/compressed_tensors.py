@@ -357,10 +357,8 @@ def _as_grid(name: str, headers: Headers) -> Grid | None:
 def _one_each(codes: Component, scale: Component, headers: Headers) -> Grid | None:
     if codes.dtype not in ("F8_E4M3", "I8"):
         return None
-    hints, size = (
-        map(_tile_in, settings_for(headers.quantization, codes.name.removesuffix(_WEIGHT))),
-        one_by_one(scale).size,
-    )
+    settings, size = settings_for(headers.quantization, codes.name.removesuffix(_WEIGHT)), one_by_one(scale).size
+    hints = map(_tile_in, settings)
     fitting = (h for h in hints if h and tuple(-(-n // b) for n, b in zip(codes.shape[-2:], h, strict=True)) == size)
     hint, fmt = next(fitting, FP8_BLOCK), OF_DTYPE.get(codes.dtype, FORMATS["int8"])
     grid = grid_of_blocks(codes.name, codes.shape, fmt, one_by_one(codes), scale, hint)
