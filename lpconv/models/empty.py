@@ -92,12 +92,8 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
     others, fused = list[str](), set[str]()
     for x in linears(model):
         sources = stored.get(f"{x.name}.{x.parameter}", {})
-        if (
-            x.kind == "Linear"
-            and x.is_plain
-            and not any(f".{part}." in f".{x.name}." for part in wide)
-            and all(op is None for op in sources.values())
-        ):
+        is_wide = any(f".{part}." in f".{x.name}." for part in wide)
+        if x.kind == "Linear" and x.is_plain and not is_wide and all(op is None for op in sources.values()):
             plain |= {n.removesuffix(".weight"): x.name for n in sources} or {x.name: x.name}
         elif x.kind != "Conv1D" and _STACKED not in sources.values():
             others.append(x.name)

@@ -5,7 +5,6 @@ texts with images reads two. Letters in shapes: B batch, L sequence length.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +19,6 @@ _SAMPLES = 8000  # audio samples: half a second at the usual 16 kHz
 # Distinct lengths, and none that a model's own axes are likely to have: torch.export would take equal strides
 # for the same axis, and the graph would work for this length only or not at all.
 _TRACED = {"sequence": 13, "decoder_sequence": 11}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _InputKind:
-    """A function that makes inputs, and the names of their dynamic axes by position; empty if they cannot be traced."""
-
-    make: Callable[[Any, torch.Generator], dict[str, Tensor]]
-    axes: Mapping[int, str]
 
 
 def vocabulary_size(config: Any) -> int:
@@ -63,12 +54,12 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
 def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dict[str, Tensor]:
     """`example_inputs` from a class and config, without a model; `main` overrides the class's `main_input_name`."""
     main = main or model_class.main_input_name
-    kind = _KINDS.get(main)
-    if kind is None:
+    if main not in _KINDS:
         raise UnsupportedError(
             f"lpconv cannot make example inputs for a model that reads `{main}`", hint="use --verify weights"
         )
-    inputs = kind.make(config, torch.Generator().manual_seed(_SEED))
+    make, _ = _KINDS[main]
+    inputs = make(config, torch.Generator().manual_seed(_SEED))
     if model_class.__name__ in TEXT_AND_IMAGE:
         inputs |= _token_ids(config, torch.Generator().manual_seed(_SEED))
         inputs |= _pixels(config.vision_config, torch.Generator().manual_seed(_SEED + 1))
@@ -119,19 +110,20 @@ def _sound(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_values": torch.randn(_BATCH, _SAMPLES, generator=generator)}
 
 
-_KINDS = {
-    "input_ids": _InputKind(make=_token_ids, axes={0: "batch", 1: "sequence"}),
-    "pixel_values": _InputKind(make=_pixels, axes={0: "batch"}),
-    "input_features": _InputKind(make=_spectrogram, axes={0: "batch"}),
-    "input_values": _InputKind(make=_sound, axes={}),
+# What makes inputs, and the names of their dynamic axes by position; none if they cannot be traced.
+_KINDS: dict[str, tuple[Callable[[Any, torch.Generator], dict[str, Tensor]], dict[int, str]]] = {
+    "input_ids": (_token_ids, {0: "batch", 1: "sequence"}),
+    "pixel_values": (_pixels, {0: "batch"}),
+    "input_features": (_spectrogram, {0: "batch"}),
+    "input_values": (_sound, {}),
 }
 _DECODER_AXES = {0: "batch", 1: "decoder_sequence"}
 
 
 def dynamic_axes(name: str) -> dict[int, str]:
     """The dynamic axes of an input; auxiliary inputs have those of the tokens, or of the decoder's tokens."""
-    kind = _KINDS.get(name, _KINDS["input_ids"])
-    return dict(_DECODER_AXES if name.startswith("decoder") else kind.axes)
+    _, axes = _KINDS.get(name, _KINDS["input_ids"])
+    return dict(_DECODER_AXES if name.startswith("decoder") else axes)
 
 
 def tracing_inputs(model: Any) -> dict[str, Tensor]:
