@@ -14,20 +14,8 @@ from lpconv.scaled.rules import add, layout, linear, multiply, native, nonlinear
 
 aten = torch.ops.aten
 
-_FILES = {
-    "layout": layout,
-    "multiply": multiply,
-    "add": add,
-    "non-linear": nonlinear,
-    "norm": norm,
-    "linear in the gradient": linear,
-    "plain": plain,
-    "own": own,
-}
-CLASSES: dict[str, dict[Any, Rule]] = {
-    name: {op: rule for rule, ops in file.OPS.items() for op in ops} for name, file in _FILES.items()
-}
-RULES: dict[Any, Rule] = {op: rule for rules in CLASSES.values() for op, rule in rules.items()}
+FILES = (layout, multiply, add, nonlinear, norm, linear, plain, own)
+RULES: dict[Any, Rule] = {op: rule for file in FILES for rule, ops in file.OPS.items() for op in ops}
 NATIVE_RULES: dict[Any, Rule] = {op: r for op, r in RULES.items() if op not in layout.SUMS} | native.RULES
 
 # Functional twins of in-place ops, if their name differs by more than the underscore.
