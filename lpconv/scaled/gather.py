@@ -20,7 +20,7 @@ from lpconv.formats.spec import get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
-from lpconv.scaled.pair import Numerics, Role, Scaled, data_of, is_static
+from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 
 
 def rows_to_gather(
@@ -31,7 +31,7 @@ def rows_to_gather(
     There are `num_rows` rows over `num_ranks` ranks. Raises UnsupportedError for scales that depend on data, and for
     fp16 parameters, since FSDP would keep their gradients in fp16 too.
     """
-    if not is_static(x.scale):
+    if not isinstance(x.scale, float):
         raise UnsupportedError(
             "a sharded parameter needs a static scale, but this scale depends on data",
             hint="leave every:N out of `rescale`",

@@ -92,11 +92,6 @@ Rule = Callable[..., Any]
 or NotImplemented for arguments that it does not cover."""
 
 
-def is_static(scale: Scale) -> bool:
-    """Whether the scale is known before the run."""
-    return isinstance(scale, float)
-
-
 def pair(x: Any) -> tuple[Any, Scale]:
     """(data, scale) of any operand: 1 for a plain tensor or a complex number, other numbers by `split_number`."""
     if isinstance(x, Scaled):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import amax, pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, is_static, pair, value, with_nonzero_scale
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
 from lpconv.scaled.scales import multiply, ratio, times
 
 aten = torch.ops.aten
@@ -112,8 +112,9 @@ def _conjugate(call: Call, x: Scaled) -> Scaled:
 def _copy(call: Call, target: Any, source: Any, *args: Any) -> Scaled:
     """The source with the shape and dtype of the target, for a parameter also at its scale: rounded once."""
     data, scale = pair(source)
-    if isinstance(target, Scaled) and target.role.is_stored and not (is_static(target.scale) and target.scale == 0):
-        data, scale = times(data, ratio(scale, target.scale)), target.scale
+    own = target.scale if isinstance(target, Scaled) and target.role.is_stored else 0.0
+    if isinstance(own, Tensor) or own:  # a static zero has any scale
+        data, scale = times(data, ratio(scale, own)), own
     return Scaled(data.to(data_of(target).dtype).expand_as(data_of(target)), scale)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpconv.errors import UnsupportedError
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.compiled import is_compiling
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, is_static, pair, value, widen_16_bit
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value, widen_16_bit
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiply, times
 
 STATISTICS = {
@@ -125,7 +125,7 @@ def _seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     start = Scaled(data, scale, Role.GRADIENT)
     if dynamic:
         start = rebalance_pair(start, "max", smallest=MIN_SCALE)
-    elif data.numel() and is_static(scale) and not is_compiling():
+    elif data.numel() and isinstance(scale, float) and not is_compiling():
         amax = float(data.abs().amax())
         own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
         start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)

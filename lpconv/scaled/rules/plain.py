@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, is_static, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, value
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def _on_data(call: Call, *args: Any, **kwargs: Any) -> Any:
 
 def _classify(call: Call, x: Scaled) -> Any:
     """isnan, isinf and isfinite: on the data under a static scale, which is finite; otherwise on the value."""
-    return call.op(x.data if is_static(x.scale) else value(x))
+    return call.op(x.data if isinstance(x.scale, float) else value(x))
 
 
 def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
