@@ -83,11 +83,6 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
     return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units_of(constant, x)))
 
 
-def _unchanged(call: Call, x: Scaled) -> Scaled:
-    """The same pair: alias and detach matter to autograd only, which is above the rules."""
-    return x
-
-
 def _insert_number(call: Call, x: Scaled, *places_and_fill: Any) -> Scaled:
     """(op(d, …, fill/s), s); under a dynamic scale a fill other than 0 gives (op(value, …, fill), 1)."""
     *places, fill = places_and_fill
@@ -140,7 +135,7 @@ OPS: dict[Rule, tuple[Any, ...]] = {
     _conjugate: (aten._conj.default, aten._neg_view.default),
     _copy: (aten.copy.default,),
     _fill: (aten.fill.Scalar, aten.fill.Tensor),
-    _unchanged: (aten.detach.default, aten.alias.default),
+    lambda call, x: x: (aten.detach.default, aten.alias.default),  # these matter to autograd only, above the rules
     _to_copy: (aten._to_copy.default,),
     _embedding: (aten.embedding.default,),
     lambda call, x, padding, fill=0.0: _insert_number(call, x, padding, fill): (aten.constant_pad_nd.default,),

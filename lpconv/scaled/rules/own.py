@@ -138,15 +138,10 @@ def _recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
     return Scaled(times(x.data, 1 / forward), multiply(x.scale, forward), x.role)
 
 
-def _as_exact(call: Call, x: Scaled) -> Scaled:
-    """The same pair with the role EXACT."""
-    return Scaled(x.data, x.scale, Role.EXACT)
-
-
 OPS: dict[Rule, tuple[Any, ...]] = {
     _leave: (leave._opoverload,),
     _seed: (seed._opoverload,),
     _rebalance: (rebalance._opoverload,),
-    _as_exact: (as_exact._opoverload,),
+    lambda call, x: Scaled(x.data, x.scale, Role.EXACT): (as_exact._opoverload,),
     _recentre: (recentre._opoverload,),
 }
