@@ -13,6 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -40,13 +41,8 @@ class EdgeFactors:
     input: float = 1.0
 
 
-def _own_loss(output: Any) -> Tensor:
-    """The loss in the output of a transformers model."""
-    return output.loss  # type: ignore[no-any-return]
-
-
 def calibrate(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = _own_loss
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = attrgetter("loss")
 ) -> dict[str, EdgeFactors]:
     """Measure a `model` scaled with method "unit" on labelled batches, then set and return its factors by edge.
 

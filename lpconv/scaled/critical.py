@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.kernels.operands import encode_operand
-from lpconv.layers import LinearLayer, linears
+from lpconv.layers import linears
 from lpconv.scaled.operands import operand_cast
 from lpconv.scaled.places import heads
 
@@ -59,10 +59,16 @@ def input_risks(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple
     exact = heads(model)
     layers = [x for x in linears(model) if x.kind != "experts" and x.module not in exact]
     measurements: dict[str, list[tuple[float, float, int]]] = {}
+
+    def measure(module: nn.Module, args: tuple[Any, ...], *, name: str) -> None:
+        x_MK = args[0].detach().float().reshape(-1, args[0].shape[-1])
+        if x_MK.numel() and x_MK.any():
+            crest = float(x_MK.abs().amax() / x_MK.square().mean().sqrt())
+            measurements.setdefault(name, []).append((crest, _row_sqnr_db(x_MK), len(x_MK)))
+
     with ExitStack() as hooks:
         for x in layers:
-            measure = partial(_measure, layer=x, measurements=measurements)
-            hooks.enter_context(x.module.register_forward_pre_hook(measure))
+            hooks.enter_context(x.module.register_forward_pre_hook(partial(measure, name=x.name)))
         for batch in batches:
             model(**batch)
     work = {x.name: x.in_features * x.out_features * sum(n for *_, n in measurements.get(x.name, ())) for x in layers}
@@ -76,20 +82,6 @@ def input_risks(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple
         )
         for name, values in measurements.items()
     )
-
-
-def _measure(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    *,
-    layer: LinearLayer,
-    measurements: dict[str, list[tuple[float, float, int]]],
-) -> None:
-    x_MK = args[0].detach().float().reshape(-1, args[0].shape[-1])
-    if not x_MK.numel() or not x_MK.any():
-        return
-    crest = float(x_MK.abs().amax() / x_MK.square().mean().sqrt())
-    measurements.setdefault(layer.name, []).append((crest, _row_sqnr_db(x_MK), len(x_MK)))
 
 
 def _row_sqnr_db(x_MK: Tensor) -> float:

@@ -84,16 +84,13 @@ def _own_rows(stored: Tensor, x: Tensor) -> Tensor:
 
 
 def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
-    """Write edge factors next to a checkpoint, as exponents of two."""
-    exponents = {name: _exponents(edge) for name, edge in factors.items()}
+    """Write edge factors next to a checkpoint, as exponents of two; that of an input only if it has a factor."""
+    exponents = {}
+    for name, edge in factors.items():
+        powers = (edge.forward, edge.backward, *([edge.input] if edge.input != 1 else []))
+        exponents[name] = [math.frexp(power)[1] - 1 for power in powers]
     document = {"schema_version": 1, "kind": "calibration", "exponents": exponents}
     write_small(directory / CALIBRATION_FILE, json.dumps(document, indent=1) + "\n")
-
-
-def _exponents(edge: EdgeFactors) -> list[int]:
-    """Exponents for output and gradient, and for the input if it has a factor."""
-    powers = (edge.forward, edge.backward, *([edge.input] if edge.input != 1 else []))
-    return [math.frexp(power)[1] - 1 for power in powers]
 
 
 def read_factors(directory: Path) -> dict[str, EdgeFactors]:

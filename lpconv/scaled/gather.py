@@ -61,15 +61,10 @@ def gathered_rows(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> T
 
 def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
     """Whether every product that reads this parameter casts it to fp8 without another scale."""
-    kinds = {numerics.operand_scales.output, numerics.operand_scales.grad_input}
-    if (
-        numerics.operand not in ("e4m3fn", "e5m2")
-        or kinds != {"static"}
-        or x.role is not Role.WEIGHT
-        or x.data.dim() != 2
-    ):
-        return False
-    return any(layer.module is module and layer.is_replaceable for layer in linears(module))
+    scales = numerics.operand_scales
+    is_cast = numerics.operand in ("e4m3fn", "e5m2") and {scales.output, scales.grad_input} == {"static"}
+    is_matrix = x.role is Role.WEIGHT and x.data.dim() == 2
+    return is_cast and is_matrix and any(layer.module is module and layer.is_replaceable for layer in linears(module))
 
 
 def copy_to_reduce(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> None:
