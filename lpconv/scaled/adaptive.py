@@ -108,16 +108,14 @@ class LayerState:
 
     def factor_for(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
         """α for this backward pass, updated at every `every`-th one; a compiled graph updates it each time."""
-        if is_compiling():
-            return self._compute_factor(grad, weight, num_terms)
-        if self.factor is None or self.num_calls % self.options.every == 0:
-            self.factor = self._compute_factor(grad, weight, num_terms)
-        self.num_calls += 1
-        self.scale = grad.scale
-        return self.factor
-
-    def _compute_factor(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
-        return adaptive_factor(grad.data_part, weight, grad.scale, self.format, self.options, num_terms=num_terms)
+        factor = None if is_compiling() or self.num_calls % self.options.every == 0 else self.factor
+        if factor is None:
+            data, scale = grad.data_part, grad.scale
+            factor = adaptive_factor(data, weight, scale, self.format, self.options, num_terms=num_terms)
+        if not is_compiling():
+            self.factor, self.scale = factor, grad.scale
+            self.num_calls += 1
+        return factor
 
 
 aten = torch.ops.aten
