@@ -355,14 +355,13 @@ def _scale_constants(model: nn.Module, numerics: Numerics) -> None:
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield (name, module, key, parameter) for every floating-point parameter, once per place that holds it."""
     for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if parameter is not None and parameter.is_complex():
+        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if parameter.is_complex():
                 raise UnsupportedError(
                     f"parameter `{name}` is complex", hint="scaled tensors support real numbers only"
                 )
-            if parameter is not None and parameter.is_floating_point():
-                yield name, module, key, parameter
+            if parameter.is_floating_point():
+                yield name, module, name.rpartition(".")[2], parameter
 
 
 def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:

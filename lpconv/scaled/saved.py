@@ -100,12 +100,5 @@ class SavedCodes:
 
 def _worth_encoding(data: Tensor) -> bool:
     """Whether data are dense and wider than 8 bits, and more than one number per row (means and 1/σ stay exact)."""
-    if data.dim() < 2 or data.shape[-1] == 1 or data.itemsize == 1:
-        return False
-    strides = sorted((stride, size) for stride, size in zip(data.stride(), data.shape, strict=True) if size > 1)
-    expected = 1
-    for stride, size in strides:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
+    return bool(is_dense) and data.dim() >= 2 and data.shape[-1] != 1 and data.itemsize > 1
