@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lpconv.export.options import integer_grid
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.form import Stored
 from lpconv.forms.grid import Grid
 from lpconv.layouts.reader import StoredTensors
 from lpconv.results import FormatCount
@@ -105,14 +104,15 @@ def stored_weights(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     codes: those weights are decoded to fp32.
     """
     with StoredTensors.open(checkpoint) as stored:
-        for name, stored_form in stored.forms.items():
-            if (grid := integer_grid(stored_form)) is not None:
+        for name, form in stored.forms.items():
+            if (grid := integer_grid(form)) is not None:
                 yield StoredWeight(name=name, components=(_integers(stored, grid),))
                 continue
             components = tuple(ComponentValues(codes=codes, scale=factor) for codes, factor in stored.summands(name))
-            if components[0].codes.dtype in _FLOATS:
-                form, plain = stored.forms[name], not any(c.is_scaled for c in components)
-                is_decoded = plain and _is_other(components[0].codes, form)
+            dtype = components[0].codes.dtype
+            if dtype in _FLOATS:
+                is_stored = form.format is None or dtype == getattr(torch, form.format.torch or "", None)
+                is_decoded = not is_stored and not any(c.is_scaled for c in components)
                 yield StoredWeight(name=name, components=components, decoded_from=form.words if is_decoded else None)
 
 
@@ -123,11 +123,6 @@ def _integers(stored: StoredTensors, grid: Grid) -> ComponentValues:
     codes, scales = stored.read(grid, 0, grid.num_elements, side)
     scale = grid.scales_of(scales, span, side)
     return ComponentValues(codes=grid.codes.numbers(codes, span).to(torch.int8), scale=scale, format=grid.format.name)
-
-
-def _is_other(codes: Tensor, form: Stored) -> bool:
-    """Whether codes have another dtype than their form, because they were decoded."""
-    return form.format is not None and codes.dtype != getattr(torch, form.format.torch or "", None)
 
 
 def rewrite(

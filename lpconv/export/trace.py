@@ -248,15 +248,12 @@ def _capture(wrapper: nn.Module, traceable: Traceable) -> torch.export.ExportedP
 def _track_modules(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
     """Hooks that keep `entered` as the stack of running modules; if a module raises, its name is last."""
 
-    def enter(name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda module, args: entered.append(name)
-
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         entered.pop()
 
     for name, module in wrapper.named_modules():
         if name:
-            yield module.register_forward_pre_hook(enter(name))
+            yield module.register_forward_pre_hook(lambda _, __, name=name: entered.append(name))
             yield module.register_forward_hook(leave)
 
 
