@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -42,7 +43,7 @@ from lpconv.plan.memory import AT_ONCE, window_bytes
 from lpconv.plan.provenance import sqnr_db
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
-from lpconv.results import GapEstimate, LogitsCheck
+from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.student import estimate_mean
 from lpconv.summed import Summed, joined
@@ -194,11 +195,6 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(log_p == -math.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _larger(a: float, b: float) -> float:
-    """The larger of two numbers; NaN counts as the largest."""
-    return max(a, b, key=lambda x: math.inf if math.isnan(x) else x)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _TokenSums(Summed):
     """Sums over tokens.
@@ -214,7 +210,7 @@ class _TokenSums(Summed):
     same: int = 0
     error: float = 0.0
     signal: float = 0.0
-    largest: float = joined(_larger, 0.0)
+    largest: float = joined(lambda a, b: float(np.maximum(a, b)), 0.0)  # NaN counts as the largest
     equal: bool = joined(operator.and_, True)
     num_next: int = 0
     loss: float = 0.0
@@ -255,23 +251,18 @@ def compare_on_text(
         words = f"{data.name}, {total.num} tokens in windows of {length}"
         if not math.isfinite(total.signal) or total.signal == 0:
             raise InputError("the source's outputs on the text are not finite or all zero", hint=_HINT)
+        # Tokens of a window depend on each other.
+        by_window = torch.tensor(total.rises, dtype=torch.float64).view(len(tokens.windows), -1).mean(1)
         check = replace(
             _check_of(total),
             reverse_kl=total.back / total.num,
-            loss_gap=_loss_gap(total.rises, length - 1),
+            loss_gap=estimate_mean(by_window.tolist()) if total.rises else None,
             model_class=type(converted).__name__,
             inputs="; ".join((words, *tokens.doubts)),
             is_text=True,
             rounded_inputs=rounding_words(converted),
         )
         return check, layers.sqnrs_db
-
-
-def _loss_gap(rises: Sequence[float], num_next: int) -> GapEstimate | None:
-    """The rise of the loss over windows of `num_next` predicted tokens each, which depend on each other."""
-    if not rises:
-        return None
-    return estimate_mean(torch.tensor(rises, dtype=torch.float64).view(-1, num_next).mean(1).tolist())
 
 
 class _Layers:
