@@ -6,22 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import (
-    InputError,
-    LpconvError,
-    ResourceError,
-    UnsupportedError,
-    UsageError,
-    VerificationError,
-    problem_text,
-)
+from lpconv.errors import InputError, ResourceError, UnsupportedError, UsageError, VerificationError, problem_text
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.gates import Gate, needs_logits, with_gates
 from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.lookup import find
-from lpconv.machine import out_of_memory
 from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.options import ConvertOptions
@@ -170,27 +161,22 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
 
 def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     """Run both models and compare, or record why not. Only an `automatic` comparison may be skipped."""
-    from lpconv.models.opening import error_line
-    from lpconv.verify.outputs import check_logits, check_model  # imports transformers (seconds)
+    # The imports below load transformers (seconds).
+    from lpconv.models.opening import model_errors
+    from lpconv.verify.outputs import check_logits, check_model
 
+    gates = ", without gates on outputs" if needs_logits(job.gates) else ""
+    hint = f"run again with --verify weights{gates}, and with --resume to keep the files already written"
     try:
-        if not job.memory.in_files:
-            check_model(job.plain)
-        trust = job.plan.options.trust_remote_code
-        return check_logits(job.checkpoint, directory, trust_remote_code=trust, in_files=job.memory.in_files)
+        with model_errors("the model could not be run", hint=hint):
+            if not job.memory.in_files:
+                check_model(job.plain)
+            trust = job.plan.options.trust_remote_code
+            return check_logits(job.checkpoint, directory, trust_remote_code=trust, in_files=job.memory.in_files)
     except (UnsupportedError, ResourceError) as e:
         if not automatic:
             raise
         return LogitsCheck(skipped=e.message)
-    except LpconvError:
-        raise
-    except Exception as e:  # transformers raises arbitrary exceptions for unknown checkpoints
-        text = f"the model could not be run: {error_line(e)}"
-        if not automatic:
-            gates = ", without gates on outputs" if needs_logits(job.gates) else ""
-            hint = f"run again with --verify weights{gates}, and with --resume to keep the files already written"
-            raise out_of_memory(e) or UnsupportedError(text, hint=hint) from e
-        return LogitsCheck(skipped=text)
 
 
 def prepare_verification(recorded: Recorded, source: Checkpoint, *, verify: str, trust_remote_code: bool) -> Job:
