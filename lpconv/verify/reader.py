@@ -106,8 +106,8 @@ def read_output(directory: Path) -> Recorded:
 class OutputReader(StoredTensors):
     """The tensors of a converted checkpoint under their source names.
 
-    `records` describe how each was converted; `from_directory` reads them from the output, and checks that the residual
-    belongs to the weights. Raises InputError if the files do not match the records.
+    `records` describe how each was converted; `of` takes those of an output, and checks that the residual belongs to
+    the weights. Raises InputError if the files do not match the records.
     """
 
     rounding, is_trained = NEAREST, False
@@ -122,10 +122,6 @@ class OutputReader(StoredTensors):
         if wrong.scale is not None and wrong.name + SCALE_SUFFIX not in self.entries:
             raise InputError(f"there is no scale for the codes of `{wrong.name}`", hint=FETCH_AGAIN)
         raise InputError(f"tensor `{wrong.name}` is not stored as {MARKER} describes", hint=FETCH_AGAIN)
-
-    @classmethod
-    def from_directory(cls, directory: Path) -> Self:
-        return cls.of(read_output(directory))
 
     @classmethod
     def of(cls, recorded: Recorded) -> Self:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lpconv.convert.restore import restore
 from lpconv.plan.options import FormatRule
 from lpconv.progress import Silent
-from lpconv.verify.reader import OutputReader
+from lpconv.verify.reader import OutputReader, read_output
 from tests.helpers.checkpoints import Run, bits_of, refusal, write_checkpoint
 
 NAN, INF = float("nan"), float("inf")
@@ -38,7 +38,7 @@ class TestValues:
         assert (records["w"].num_nan, records["w"].num_inf) == (2, 2)
         assert (records["good"].num_nan, records["good"].num_inf) == (0, 0)
         assert any("`w` has 2 NaN and 2 Inf" in w and "kept" in w for w in result.warnings)
-        with OutputReader.from_directory(output) as reader:
+        with OutputReader.of(read_output(output)) as reader:
             kept = reader.values("w", 0, 4)
         assert kept.isnan().tolist() == [True, False, False, True]
         assert kept[1:3].tolist() == [INF, -INF]
@@ -46,7 +46,7 @@ class TestValues:
     def test_inf_becomes_nan_where_the_format_has_no_inf(self, run: Run, output: Path) -> None:
         result = run(format="e4m3fn")
         assert any("`w` has 2 NaN and 2 Inf" in w and "kept" not in w for w in result.warnings)
-        with OutputReader.from_directory(output) as reader:
+        with OutputReader.of(read_output(output)) as reader:
             assert reader.values("w", 0, 4).isnan().all()
 
     def test_what_is_not_finite_does_not_count_in_the_figures(self, run: Run, source: Path) -> None:
@@ -66,7 +66,7 @@ class TestValues:
         x = torch.linspace(0.3, 1, 64).view(8, 8) * size
         write_checkpoint(source, {"w": x})
         record = run(format=format).tensors[0]
-        with OutputReader.from_directory(output) as reader:
+        with OutputReader.of(read_output(output)) as reader:
             error = reader.values("w", 0, 64).double() - x.view(-1).double()
         wanted = 10 * math.log10(x.double().square().sum().item() / error.square().sum().item())
         assert record.sqnr_db == pytest.approx(wanted, abs=0.01)

@@ -21,7 +21,7 @@ from lpconv.progress import Silent
 from lpconv.storage.header import TensorInfo, read_header
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.outputs import check_logits
-from lpconv.verify.reader import OutputReader
+from lpconv.verify.reader import OutputReader, read_output
 from lpconv.verify.run import check_hashes, verify_output
 from lpconv.verify.written import output_problems
 from tests.helpers.checkpoints import rehash
@@ -145,7 +145,7 @@ def seen_in_outputs(damage: Damage, pair: Pair) -> bool:
     with _undone(pair.output):
         damage.do(pair.output)
         rehash(pair.output, with_residual=True)
-        with OutputReader.from_directory(pair.output) as reader:
+        with OutputReader.of(read_output(pair.output)) as reader:
             records = list(reader.records.values())
         return bool(output_problems(check_logits(pair.source, pair.output, trust_remote_code=False), records))
 
