@@ -45,16 +45,12 @@ class ArrangedSource:
 
     def __init__(self, source: Source, orders: Mapping[str, str], hidden: Collection[str]) -> None:
         self._source, self._orders, self._lock = source, orders, Lock()
-        self._entries = {n: self._entry(n, e) for n, e in source.entries.items() if n not in hidden}
+        self.entries = {n: self._entry(n, e) for n, e in source.entries.items() if n not in hidden}
         self._held: dict[str, Tensor] = {}
 
     def _entry(self, name: str, entry: TensorEntry) -> TensorEntry:
         is_transposed = self._orders.get(name) == TRANSPOSED
         return replace(entry, info=replace(entry.info, shape=transposed(entry.info.shape))) if is_transposed else entry
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
         if name not in self._orders:

@@ -176,9 +176,7 @@ def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     what = sensitive_kind(info)
     if not wanted.is_narrow or what is None:
         return wanted, what or "matrix"
-    if DTYPE_BITS[info.dtype] <= _NARROW:
-        return None, f"{what}: 16 bits by default"
-    return FORMATS["fp16"], f"{what}: 16 bits by default"
+    return None if DTYPE_BITS[info.dtype] <= _NARROW else FORMATS["fp16"], f"{what}: 16 bits by default"
 
 
 def sensitive_kind(info: TensorInfo) -> str | None:
