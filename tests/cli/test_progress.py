@@ -81,5 +81,6 @@ def test_a_pipe_hears_of_a_long_phase_with_its_total_and_the_time_left(
     lines = capsys.readouterr().err.splitlines()
     assert re.match(r"starting: \d+ ms", lines[0])
     left = [int(match[1]) for line in lines if (match := re.match(r"running: 3 of 9 windows, .* (\d+) ms", line))]
-    assert len(left) > 1 and left == sorted(left, reverse=True), "a window that takes longer adds nothing"
+    assert len(left) > 1
+    assert left == sorted(left, reverse=True), "a window that takes longer adds nothing"
     assert lines[-1].startswith("finishing: running")
