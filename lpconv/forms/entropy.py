@@ -157,7 +157,8 @@ class EntropyCoded(CodedForm):
     def from_plain(self, parts: Side) -> Side:
         import torch
 
-        coded = list(self._coded(parts[self.name].view(-1).to(torch.int16).numpy(), 0, parts))
+        codes = parts[self.name].view(-1).round().to(torch.int16).numpy()  # a number / its step may be just below
+        coded = list(self._coded(codes, 0, parts))
         data, step = b"".join(coded), self.scale(parts)
         kept = {n: x for n, x in parts.items() if n == self.name + _COLUMNS_SUFFIX}
         if len(data) > self.payload:  # a step 2^b times as large saves b bits of each number

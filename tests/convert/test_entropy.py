@@ -199,7 +199,7 @@ def test_factors_of_columns_are_in_every_reader_and_in_the_order_of_coding(shape
     assert x.div(steps).abs().max() < 2**15 - 1
     codes = torch.randn(shape, generator=generator).div(steps).round().clamp(-(2**15) + 1, 2**15 - 1)
     again = {**side}
-    while NAME not in (stored := form.from_plain({**again, NAME: codes})):
+    while NAME not in (stored := form.from_plain({**again, NAME: codes * steps / steps})):
         again = dict(stored)
         codes = (codes / 2).round()
     wanted = codes * steps / side[NAME + "_scale"] * again[NAME + "_scale"]
