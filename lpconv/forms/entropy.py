@@ -137,9 +137,10 @@ class EntropyCoded(CodedForm):
         if not self.has_columns:
             return max(_BLOCK // self._width, 1) * self._width
         count = min(-(-self._height * self._width // (_PARTS * _BLOCK)), self._height)  # blocks of a matrix
-        while len(self.shape) > 2 and self._height % count:
-            count += 1
-        return -(-self._height // count) * self._width
+        rows = -(-self._height // count)
+        while len(self.shape) > 2 and self._height % rows:
+            rows -= 1
+        return rows * self._width
 
     @property
     def _num_blocks(self) -> int:
