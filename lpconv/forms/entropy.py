@@ -56,6 +56,7 @@ _LEAST_STEP, _LARGEST_NUMBER = -126 * _STEPS, 2.0**124  # in fp32, which also ha
 _TRIES = 3
 _PARTS = 4  # of a block with factors of columns, each coded for its own frequencies
 _LEAST_PART = 2**14  # integers: on smaller matrices, four tables cost what factors save
+_LEAST_ROWS = 2**6  # of a matrix with factors, which take 8 bits per column
 _LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-6, 2.0**8  # normal numbers of e4m3fn
 
 
@@ -79,7 +80,8 @@ class EntropyCoded(CodedForm):
         form = cls(name=name, shape=shape, format=format, payload=0)
         if settings.has_feedback and len(shape) > 1:
             divided = replace(form, has_columns=True)
-            form = divided if divided.cols >= _PARTS * _LEAST_PART else form
+            is_worth_it = divided._height >= _LEAST_ROWS and divided.cols >= _PARTS * _LEAST_PART
+            form = divided if is_worth_it else form
         budget = math.floor(settings.budget_bits * form.num_elements / 8)
         return replace(form, payload=budget - sum(c.num_bytes for c in form.side))
 
@@ -187,9 +189,13 @@ class EntropyCoded(CodedForm):
         if not self.has_columns:
             return measured
         logs = errors.clamp_min(torch.finfo(torch.float32).tiny).log2()
-        largest_code = measured.stats.absmax / self.scale(measured.side)
-        least = max(2 * largest_code / _LARGEST, _LEAST_FACTOR)  # feedback may double a number
-        factors = (logs.mean() - logs).exp2_().clamp_(least, _LARGEST_FACTOR).to(torch.float8_e4m3fn)
+        logs = logs.mean() - logs
+        largest_code = measured.stats.absmax / self.scale(measured.side)  # with a factor of 1
+        least = min(max(largest_code / _LARGEST * 2, _LEAST_FACTOR), 1.0)  # feedback may double a number
+        bounds = math.log2(least), math.log2(_LARGEST_FACTOR)
+        shifts = range(-(2**12), 2**12)  # which keep the mean at 0 within the bounds
+        shift = bisect_left(shifts, -1e-3, key=lambda each: float((logs + each / 64).clamp_(*bounds).mean()))
+        factors = (logs + shifts[shift] / 64).clamp_(*bounds).exp2_().to(torch.float8_e4m3fn)
         columns = measured.side[self.name + _COLUMNS_SUFFIX].clone()
         columns.view(torch.uint8).view(-1, self._width)[index] = factors.view(torch.uint8)
         return replace(measured, side={**measured.side, self.name + _COLUMNS_SUFFIX: columns})
