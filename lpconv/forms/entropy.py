@@ -56,7 +56,7 @@ _LEAST_STEP, _LARGEST_NUMBER = -126 * _STEPS, 2.0**124  # in fp32, which also ha
 _TRIES = 3
 _PARTS = 4  # of a block with factors of columns, each coded for its own frequencies
 _LEAST_PART = 2**14  # integers: on smaller matrices, four tables cost what factors save
-_LEAST_ROWS = 2**6  # of a matrix with factors, which take 8 bits per column
+_LEAST_ROWS = 2**7  # of a matrix with factors, which take 8 bits per column
 _LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-6, 2.0**8  # normal numbers of e4m3fn
 
 
