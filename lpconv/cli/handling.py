@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -135,12 +136,24 @@ def _check_memory(command: str) -> None:
 
 @contextlib.contextmanager
 def _raise_on_sigterm() -> Iterator[None]:
-    """Context manager that raises `_Terminated` on SIGTERM, and restores the previous handler at the end."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    """Context manager that raises `_Terminated` on SIGTERM, and restores the previous handler at the end.
+
+    Python drops an exception that is raised while an object is deleted; then the signal is sent again.
+    """
+    before, report_dropped = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
+
+    def send_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, _Terminated):
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            report_dropped(dropped)
+
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        sys.unraisablehook = report_dropped
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -399,7 +399,7 @@ def decode_blocks(
         )
     codes, raw, at = torch.empty(math.prod(shape), dtype=torch.int16), coded.cpu().numpy(), 0
     rows = codes.view(-1, shape[-1])
-    count = max(BLOCK // shape[-1], 1) if factors is None else -(-len(rows) // len(sizes))  # rows of a block
+    count = max(BLOCK // shape[-1], 1) if factors is None else -(-len(rows) // max(len(sizes), 1))  # rows of a block
     for index, (size, block) in enumerate(zip(sizes.tolist(), torch.split(rows, count), strict=True)):
         out = block.numpy().reshape(-1)
         if pco.simple_decompress_into(raw[at : at + size].tobytes(), out).n_processed != len(out):

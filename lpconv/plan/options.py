@@ -164,8 +164,8 @@ class ConvertOptions:
     )
     budget_bits: float | None = _what(
         None,
-        "Stored bits per element with scales: for unit, integers with one step per tensor, entropy-coded in 1.5 to "
-        "12 bits; and for multipoint",
+        "Stored bits per element with scales: for unit, entropy-coded integers in 1.5 to 12 bits, with one step per "
+        "tensor, or per column if rounded with feedback; and for multipoint",
         Gt(0),
         default="for multipoint, half a bit more than the format; otherwise the format decides",
         example="4.5",

@@ -169,7 +169,7 @@ def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
     return tuple(
         f"{arithmetic_of(result, role)} learned nothing measurable on the held-out examples: {_progress(result, role)}"
         for role in ("run", "twin")
-        if result.learned(role) is False
+        if result.learned(role) is False and result.update_kept is None
     )
 
 
@@ -249,7 +249,7 @@ def _recovery_verdict(result: FinetuneResult) -> str:
     )
     kept, text = result.update_kept, ""
     if kept is not None and kept < 0:
-        text = "The model is further from the one with the adapter than before. "
+        text = "The model is further from the one with the adapter than before: train more steps, or set a lower --lr. "
     elif kept is not None:
         text = f"The codes kept {share_text(kept, 1)} of the adapter's change of predictions. "
     elif run.kept_by_layer:

@@ -1,9 +1,11 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lpconv.cli.handling import handle_failures
 from lpconv.cli.main import app
 
 runner = CliRunner()
@@ -143,6 +146,24 @@ def test_a_command_leaves_the_handler_of_sigterm_as_it_was() -> None:
     for args in (("doctor", "--aliases"), ("inspect", "/no/such")):
         lpconv(*args)
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_while_an_object_is_deleted_ends_the_command() -> None:
+    """Python drops exceptions there."""
+
+    class Deleted:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)
+
+    @handle_failures
+    def command() -> None:
+        Deleted()
+        time.sleep(20)
+
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 143
 
 
 @pytest.mark.parametrize("args", [("inspect", "demo"), ("inspect", "demo", "--json"), ("doctor", "--aliases")])
