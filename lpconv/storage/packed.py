@@ -12,14 +12,12 @@ from __future__ import annotations  # arrays are named below and not imported
 import struct
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lpconv.errors import InputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from lpconv.storage.place import LocalFile
 
 _REFUSED = b'{"packed by lpconv":{"dtype":"packed by lpconv: run `lpconv restore`","shape":[0],"data_offsets":[0,0]}}'
 PACKED_HEAD = struct.pack("<Q", len(_REFUSED)) + _REFUSED  # a change of the format changes these bytes
@@ -32,10 +30,17 @@ _TRIED = {1: (_ZLIB, 2, 3), 2: (_ZLIB, 4), 4: (_ZLIB, 2, 3, 5, 6), 8: (_ZLIB, 7)
 _ROW, _END = struct.Struct("<4I"), struct.Struct("<32s2I")  # the latter: SHA-256, number of blocks, CRC-32
 
 
+class _StoredFile(Protocol):
+    size_bytes: int
+
+    def read_into(self, start: int, out: memoryview) -> None: ...
+    def close(self) -> None: ...
+
+
 class PackedFile:
     """The original of a packed file. Raises InputError for damage, on opening or once a damaged block is read."""
 
-    def __init__(self, file: LocalFile, path: Path) -> None:
+    def __init__(self, file: _StoredFile, path: Path) -> None:
         import numpy as np
 
         self._file, self._path, self.close = file, path, file.close

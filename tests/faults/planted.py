@@ -98,8 +98,8 @@ FAULTS: dict[str, Fault] = {
     # Measuring, batches, export.
     "not_simpson": _fault("+ 4 * self.middles)", "+ 2 * self.middles)", "probe/test_lca.py"),
     "not_interleaved": _fault("subjects if i % 2 == 0 else reversed(subjects)", "subjects", "bench/test_interleave.py"),
-    "narrow_interval": _fault("statistics.stdev(logs) / math.sqrt(len(logs))", "statistics.stdev(logs) / len(logs)",
-                              "bench/test_interleave.py", "bench/test_intervals.py"),
+    "narrow_interval": _fault("error = deviation / count**0.5", "error = deviation / count",
+                              "test_student.py", "bench/test_intervals.py"),
     "keeps_the_noisier": _fault("row.noise <= than.noise * _SAME_NOISE", "row.noise >= than.noise / _SAME_NOISE",
                                 "advise/test_choice.py"),
     "unlocked_source": _fault("return sha256_of(path) != record.sha256", "return False", "batch/test_batch_run.py"),
