@@ -1,6 +1,6 @@
 """Codes of a block with one scale or a scale per tile, one byte or word per element: encoding, decoding, reference.
 
-A scale is a number, or an fp32 tensor that broadcasts to the shape from `_rows_of`: [rows, 1], [rows, tiles, 1] or, if
+A scale is a number, or an fp32 tensor that broadcasts to the shape from `rows_of`: [rows, 1], [rows, tiles, 1] or, if
 tiles do not divide rows, [rows, cols].
 
 *Tables.* There are only 65,536 16-bit numbers, so their codes of at most 8 bits are looked up. The encoder fills the
@@ -41,7 +41,7 @@ _TableOf = Callable[[torch.dtype, float, Format], Tensor | None]
 _Span = tuple[int, int, int]
 
 
-def _rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
+def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
     """A 1-D block, unchanged for one scale, as rows for a tensor of scales."""
     return x if isinstance(scale, float) else x.view(*scale.shape[:-1], -1)
 
@@ -82,14 +82,14 @@ def decode(codes: Tensor, scale: float | Tensor, packed: str = "", *, out: Tenso
         kind, plus, _ = PACKED[packed]
         value = stored_numbers(codes.view(1, -1), kind, 1).view(-1)
         value = value.add_(plus) if plus else value
-        _rows_of(value, scale).mul_(scale)
+        rows_of(value, scale).mul_(scale)
         return value
     if out is None:
         out = torch.empty(codes.shape)
     if codes.dtype == torch.float32 and isinstance(scale, float):
         return torch.mul(codes, scale, out=out)
     value = decode_fp8(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
-    _rows_of(value, scale).mul_(scale)
+    rows_of(value, scale).mul_(scale)
     return value
 
 
@@ -107,7 +107,7 @@ def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor, packed: str = "
     if is_cut or not is_short or out.dtype.itemsize != 2:
         return out.copy_(decode(codes, scale, packed))
     fill(out.view(1, -1), codes.view(1, -1), packed or "fp8")
-    _rows_of(out, scale).mul_(short)
+    rows_of(out, scale).mul_(short)
     return out
 
 
@@ -124,7 +124,7 @@ def reference_values(value: Tensor, scale: float | Tensor, fmt: Format) -> Tenso
     table, begin = tables
     patterns = (value.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
     if begin is not None:
-        _rows_of(patterns, scale).add_(begin)
+        rows_of(patterns, scale).add_(begin)
     return table.index_select(0, patterns)
 
 
@@ -177,7 +177,7 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     done = torch.empty_like(value)
     for start, stop in checked_ranges(value.numel(), cols):
         part = scale if isinstance(scale, float) else scale[start // cols : stop // cols]
-        unit = _rows_of(value[start:stop], part) / part
+        unit = rows_of(value[start:stop], part) / part
         least, largest = float(unit.amin()), float(unit.amax())  # the rare cases below take most of the time
         if not fmt.has_inf and not (math.isfinite(least) and math.isfinite(largest)):
             unit.masked_fill_(torch.isinf(unit), math.nan)
@@ -199,10 +199,10 @@ def _round_to_codes(
     if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
         torch.mul(value, 1 / scale, out=coded)
     else:
-        torch.div(_rows_of(value, scale), scale, out=_rows_of(coded, scale))
+        torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
     if codes.dtype == torch.uint8:
         encode_narrow_(coded, fmt, codes, (work.scratch.error[:count], work.residual[:count]))
-        _rows_of(coded, scale).mul_(scale)
+        rows_of(coded, scale).mul_(scale)
         return coded
     if not is_finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)

@@ -110,14 +110,19 @@ class EntropyCoded(CodedForm):
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
-        columns = Component(name=self.name + _COLUMNS_SUFFIX, dtype="F8_E4M3", shape=(*self.shape[:-2], self._width))
         return (
             Component(name=self.name + SCALE_SUFFIX, dtype="F32", shape=(1,)),
             Component(name=self.name + _BLOCKS_SUFFIX, dtype="I32", shape=(self._num_blocks,)),
             Component(name=self.name + _SHAPE_SUFFIX, dtype="U8", shape=(0, *self.shape)),
-            *([columns] if self.has_columns else []),
+            *self.factors,
             Component(name=self.name, dtype="U8", shape=(1, self.payload)),
         )
+
+    @property
+    def factors(self) -> tuple[Component, ...]:
+        """The component with the factors of columns, if there are any."""
+        shape = (*self.shape[:-2], self._width)
+        return (Component(name=self.name + _COLUMNS_SUFFIX, dtype="F8_E4M3", shape=shape),) * self.has_columns
 
     @property
     def bits(self) -> int:
@@ -163,7 +168,7 @@ class EntropyCoded(CodedForm):
         codes = parts[self.name].view(-1).round().to(torch.int16).numpy()  # a number / its step may be just below
         coded = list(self._coded(codes, 0, parts))
         data, step = b"".join(coded), self.scale(parts)
-        kept = {n: x for n, x in parts.items() if n == self.name + _COLUMNS_SUFFIX}
+        kept = {c.name: parts[c.name] for c in self.factors}
         if len(data) > self.payload:  # a step 2^b times as large saves b bits of each number
             surplus = 8 * (len(data) - self.payload) / self.num_elements
             return {**self._side(_step(_index(step * 2**surplus) + 1), []), **kept}
@@ -174,12 +179,11 @@ class EntropyCoded(CodedForm):
         """The side tensors, with equal columns."""
         import torch
 
-        columns = {c.name: torch.ones(c.shape).to(torch.float8_e4m3fn) for c in self.side if c.dtype == "F8_E4M3"}
         return {
             self.name + SCALE_SUFFIX: torch.tensor([step], dtype=torch.float32),
             self.name + _BLOCKS_SUFFIX: torch.tensor(sizes, dtype=torch.int32),
             self.name + _SHAPE_SUFFIX: torch.empty((0, *self.shape), dtype=torch.uint8),
-            **columns,
+            **{c.name: torch.ones(c.shape).to(torch.float8_e4m3fn) for c in self.factors},
         }
 
     def with_column_errors(self, measured: Measurement, index: int, errors: Tensor) -> Measurement:
@@ -236,9 +240,11 @@ class EntropyCoded(CodedForm):
         stats, histogram = looked.stats, _joined(looked.more)
 
         def coded_sizes(step: float) -> list[int]:
+            side = self._side(step, [])
+
             def sizes(x: Tensor, start: int, work: Workspace) -> list[int]:
                 codes = _codes(as_float32(x, work), step)
-                return [len(coded) for coded in self._coded(codes, start, self._side(step, []))]
+                return [len(coded) for coded in self._coded(codes, start, side)]
 
             return [size for block in over(sizes) for size in block]
 
@@ -249,6 +255,7 @@ class EntropyCoded(CodedForm):
         import torch
 
         from lpconv.forms.blocks import as_float32, block_error
+        from lpconv.forms.codes import decode
 
         if self.chosen is not None:
             return super().encode(x, start, measured, work)
@@ -257,8 +264,7 @@ class EntropyCoded(CodedForm):
         codes = _codes(value, step)
         first, last = self.place(start, stop, measured.side)
         coded = b"".join(self._coded(codes, start, measured.side)).ljust(last - first, b"\0")
-        got = work.scratch.error[: x.numel()].copy_(torch.from_numpy(codes))
-        (got if isinstance(step, float) else got.view(step.shape)).mul_(step)
+        got = decode(torch.from_numpy(codes), step, out=work.scratch.error[: x.numel()])
         data = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
         return EncodedBlock(data=(data,), error=block_error(value, got))
 
@@ -290,6 +296,8 @@ class EntropyCoded(CodedForm):
         """The numbers of whole blocks. Raises InputError if they are damaged."""
         import torch
 
+        from lpconv.forms.codes import decode
+
         sizes = side[self.name + _BLOCKS_SUFFIX][start // self.cols : -(-stop // self.cols)].tolist()
         codes, coded, at = torch.empty(stop - start, dtype=torch.int16), data[0].numpy(), 0
         for index, (size, block) in enumerate(zip(sizes, torch.split(codes, self.cols), strict=True)):
@@ -300,9 +308,7 @@ class EntropyCoded(CodedForm):
             if order is not None:
                 by_column = block.numpy().reshape(self._width, -1).copy()
                 block.numpy().reshape(-1, self._width).T[order] = by_column
-        values, step = codes.float(), self.code_scale(side, start, stop)
-        (values if isinstance(step, float) else values.view(step.shape)).mul_(step)
-        return values
+        return decode(codes, self.code_scale(side, start, stop))
 
     decode_to = Form.decode_to  # that of `CodedForm` is for codes with places of their own
 
@@ -315,8 +321,7 @@ class _Uncoded(ScaledCodes):
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
-        columns = (c for c in self.coded.side if c.dtype == "F8_E4M3")
-        return (*columns, *super().components)
+        return (*self.coded.factors, *super().components)
 
     @property
     def cols(self) -> int:
@@ -352,7 +357,9 @@ def _codes(value: Tensor, step: float | Tensor) -> NDArray[np.int16]:
     """The nearest integer multiples of a step, or one for each column, which keep within 16 bits."""
     import numpy as np
 
-    codes = (value / step if isinstance(step, float) else value.view(step.shape) / step).numpy().reshape(-1)
+    from lpconv.forms.codes import rows_of
+
+    codes = (rows_of(value, step) / step).numpy().reshape(-1)
     return np.clip(np.rint(codes, out=codes), -_LARGEST, _LARGEST, out=codes).astype(np.int16)
 
 
