@@ -306,8 +306,8 @@ class EntropyCoded(CodedForm):
             at += size
             order = self._order(start + index * self.cols, side)
             if order is not None:
-                by_column = block.numpy().reshape(self._width, -1).copy()
-                block.numpy().reshape(-1, self._width).T[order] = by_column
+                by_column = block.numpy().reshape(self._width, -1)[order.argsort()]
+                block.numpy().reshape(by_column.T.shape)[:] = by_column.T
         return decode(codes, self.code_scale(side, start, stop))
 
     decode_to = Form.decode_to  # that of `CodedForm` is for codes with places of their own

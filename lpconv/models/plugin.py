@@ -407,7 +407,7 @@ def decode_blocks(
         at += size
         if factors is not None:
             own = factors.cpu().view(torch.uint8).view(-1, shape[-1])[index * count // shape[-2]]
-            block[:, own.argsort(stable=True)] = block.reshape(shape[-1], -1).T.clone()
+            block.copy_(block.view(shape[-1], -1)[own.argsort(stable=True).argsort()].T)
     steps = step if factors is None else (factors.float() * step).unsqueeze(-2)
     return codes.to(coded.device).view(shape) * steps.to(coded.device)
 
