@@ -82,7 +82,12 @@ def load_with_missing(
     is_indirect = any_indirect(checkpoint.directory, checkpoint.weight_files)
     if not (has_residual or is_indirect or quantization_method(checkpoint.config) in READ):
         with ONE_AT_A_TIME:
-            model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
+            try:
+                model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
+            except RuntimeError as e:
+                if "CONVERSION" not in str(e):
+                    raise
+                raise InputError("some weights cannot be decoded", hint="download the checkpoint again") from e
         return model.eval(), missing_parameters(cls, info)
     dtype = dtype or (torch.float32 if has_residual else None)
     with StoredTensors.open(checkpoint) as stored:
