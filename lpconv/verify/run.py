@@ -16,6 +16,7 @@ from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.modelopt import MODELOPT
 from lpconv.layouts.reader import open_readable, stored_shapes
+from lpconv.lookup import missing_directory
 from lpconv.machine import usable_cores
 from lpconv.options import check, with_keywords
 from lpconv.plan.files import summed_files
@@ -61,6 +62,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     check(options)
     if options.detect is not None and options.data is None and not options.tasks:
         raise UsageError("--detect needs a text or tasks to plan for", hint="add --data FILE or --tasks NAME")
+    if not os.path.exists(directory):
+        raise missing_directory(directory, hint="pass an output of `lpconv convert`")
     subjects = {} if options.attestation is None else _subjects(options.attestation)
     attested = check_hashes(directory, progress, subjects) if subjects else None
     if attested is not None and attested.mismatched:

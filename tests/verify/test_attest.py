@@ -85,3 +85,4 @@ def test_outputs_of_every_form_are_attested(tmp_path: Path, monkeypatch: pytest.
     data[-1] ^= 1
     weights[0].write_bytes(data)
     assert _run("verify", out, "--attestation", path).exit_code == 5
+    assert _run("verify", out.with_name("absent"), "--attestation", path).exit_code == 3
