@@ -188,15 +188,14 @@ def _prepared(model: Openable, output: Path | str, options: ConvertOptions, prog
 def _check_reads_text(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     """Raise an error, from files alone, if the options ask for a text that the model does not read."""
     if options.calibrate is not None:
-        reads_pairs = options.calibrate != SELF and options.kv_cache is None
-        hint = "leave --calibrate out, with --rounding nearest and without static scales"
-        if checkpoint.config.get("is_encoder_decoder") and not reads_pairs:
-            hint = "leave --kv-cache out" if options.kv_cache else "pass a text with --calibrate FILE"
-        check_reads_text(checkpoint.config, hint=hint, allow_pairs=reads_pairs)
-        name = str((checkpoint.config.get("architectures") or [""])[0])
-        if options.calibrate == SELF and name.endswith(_WITHOUT_GENERATION):
+        config, name = checkpoint.config, str((checkpoint.config.get("architectures") or [""])[0])
+        if options.calibrate == SELF and (config.get("is_encoder_decoder") or name.endswith(_WITHOUT_GENERATION)):
             hint = "pass a text with --calibrate FILE, or --calibrate demo for the sample text"
-            raise UnsupportedError(f"--calibrate self: `{name}` does not generate text", hint=hint)
+            raise UnsupportedError(f"--calibrate self: `{name}` does not generate text on its own", hint=hint)
+        hint = "leave --calibrate out, with --rounding nearest and without static scales"
+        if config.get("is_encoder_decoder") and options.kv_cache:
+            hint = "leave --kv-cache out"
+        check_reads_text(config, hint=hint, allow_pairs=options.kv_cache is None)
         check_tokenizer(checkpoint.directory)
 
 
