@@ -137,7 +137,10 @@ def write_error(e: OSError, path: Path) -> LpconvError:
             f"no space left while writing `{path}`",
             hint="free some space and run again, with --resume if the command has it",
         )
-    return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint="check the folder and its permissions")
+    hint = "check the folder and its permissions"
+    if e.errno == errno.EFBIG:
+        hint = "raise the limit of the size of files (`ulimit -f`, or that of the disk), or set --max-shard-size"
+    return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint=hint)
 
 
 def write_small(path: Path, content: str | bytes) -> FileRecord:
