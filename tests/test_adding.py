@@ -53,7 +53,7 @@ E3M4 = Format(
 
 E3M3 = dataclasses.replace(E3M4, name="e3m3", mantissa_bits=3, max_mantissa=6, storage_bits=7)
 SMALL = (
-    *("--steps", 1, "--batch-size", 1, "--seq-len", 16, "--eval-batches", 1, "--twin", "none", "--track-every", 0),
+    *("--steps", 1, "--batch-size", 1, "--seq-len", 16, "--eval-batches", 1, "--twin", "none"),
     "-q",
 )
 

@@ -179,7 +179,7 @@ def _run(model: str, options: AdviseOptions, recipe: str, seed: int, folder: Pat
     args = FinetuneOptions(
         arithmetic=arithmetic(recipe=recipe), steps=options.steps, batch_size=options.batch_size,
         seq_len=options.seq_len, lr=options.lr, data=options.data, task=options.task, seed=seed, twin="none",
-        save_every=0, eval_every=0, track_every=0, save="plain", force=True,
+        save_every=0, eval_every=0, save="plain", force=True,
     )  # fmt: skip
     return finetune(model, folder / "run", args).runs[0]
 

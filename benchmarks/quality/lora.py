@@ -38,9 +38,7 @@ def train(model: Path, data: str, output: Path, settings: dict[str, Any], lora: 
     from lpconv.train.run import finetune
 
     how = arithmetic(lora=16, precision="fp32") if lora else arithmetic(recipe="fp32")
-    options = FinetuneOptions(
-        arithmetic=how, data=data, twin="none", track_every=None if lora else 0, force=True, **settings
-    )
+    options = FinetuneOptions(arithmetic=how, data=data, twin="none", force=True, **settings)
     result = finetune(str(model), output, options)
     (run,) = result.runs
     (loss,) = result.held_out

@@ -152,7 +152,7 @@ def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Pa
     chosen = {name: extra.pop(name) for name in ("recipe", "operand_scale", "rounding") if name in extra}
     options = FinetuneOptions(
         arithmetic=arithmetic(**chosen), seed=seed, twin="none", save_every=0, save="plain",
-        force=True, track_every=0, **task.settings, **extra,
+        force=True, **task.settings, **extra,
         **{k: v for k, v in prepared.items() if k != "model"},
     )  # fmt: skip
     result = finetune(prepared["model"], folder / "run", options)

@@ -163,7 +163,7 @@ def train(mode: str, recipes: list[str], out: Path) -> None:
         for recipe in recipes:
             options = FinetuneOptions(
                 arithmetic=arithmetic(recipe=recipe), steps=3, batch_size=4, seq_len=32, eval_every=0, eval_batches=2,
-                twin="none", track_every=0, save_every=0, lr=1e-3, clip=0.5, save="plain",
+                twin="none", save_every=0, lr=1e-3, clip=0.5, save="plain",
                 parallel="fsdp2" if mode == "fsdp2" else "ddp", **data,
             )  # fmt: skip
             folder = out / mode / family / recipe

@@ -119,7 +119,6 @@ class AdviseOptions:
             seed=self.seed,
             save_every=0,
             eval_every=steps if steps == self.steps else max(1, steps // 2),
-            track_every=max(1, steps - 1),
         )
 
 

@@ -99,8 +99,6 @@ class Runs:
                 arithmetic=RECIPES[recipe].arithmetic,
                 folder=Path(folder),
                 metrics=Path(folder) / "metrics.jsonl",
-                track_every=0,
-                log2_scale=lambda step: 0,
             )
             self._progress.start(f"{recipe}, {steps} steps, seed {seed}", 0)
             with warnings.catch_warnings():

@@ -39,17 +39,13 @@ class Rates:
     """Effects of a cast to a format, as fractions of the tensor's finite non-zero elements.
 
     `sqnr_db` is an estimate (10 · log10 of signal power over error power), NaN if there is no signal and +Inf if there
-    is no error; saturated elements count with their distance to the largest number. `flushed_energy` and
-    `clipped_energy` are the squared errors of elements that become zero or saturate, as fractions of the signal's
-    power: one outlier among a million is a millionth of the elements and may be all of the energy.
+    is no error; saturated elements count with their distance to the largest number.
     """
 
     underflow: float
     subnormal: float
     overflow: float
     sqnr_db: float
-    flushed_energy: float = 0.0
-    clipped_energy: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,19 +115,16 @@ class ExponentHistogram:
     def rates(self, format: str | Format, *, log2_scale: int = 0) -> Rates:
         """All rates of a cast to `format`; 0 for an empty or all-zero tensor."""
         total = max(self.num_nonzero, 1)
-        signal, _, flushed, clipped = self._powers(_supported(format), log2_scale)
         return Rates(
             underflow=self.num_underflow(format, log2_scale=log2_scale) / total,
             subnormal=self.num_subnormal(format, log2_scale=log2_scale) / total,
             overflow=self.num_overflow(format, log2_scale=log2_scale) / total,
             sqnr_db=self.sqnr_db(format, log2_scale=log2_scale),
-            flushed_energy=flushed / signal if signal else 0.0,
-            clipped_energy=clipped / signal if signal else 0.0,
         )
 
     def sqnr_db(self, format: str | Format, *, log2_scale: int = 0) -> float:
         """Estimated signal-to-noise ratio of a cast to `format` in decibels, with values evenly spread in bins."""
-        signal, noise, _, _ = self._powers(_supported(format), log2_scale)
+        signal, noise = self._powers(_supported(format), log2_scale)
         if self.num_nonzero == 0:
             return math.nan
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
@@ -153,14 +146,14 @@ class ExponentHistogram:
         signal = self._powers(get_format("bf16"), 0)[0]
         return math.sqrt(square * (self.num_nonzero + self.num_zero) / signal)
 
-    def _powers(self, spec: Format, log2_scale: int) -> tuple[float, float, float, float]:
-        """Sums over all elements of x², squared error, error of flushed elements and error of clipped ones."""
+    def _powers(self, spec: Format, log2_scale: int) -> tuple[float, float]:
+        """Sums over all elements of x² and of the squared error."""
         if self.num_nonzero == 0:
-            return 0.0, 0.0, 0.0, 0.0
+            return 0.0, 0.0
         first = self.first_exponent + log2_scale
-        powers = torch.stack([_bin_powers(spec, first + i) for i in range(len(self.counts))])  # (binades, 4, BINS)
-        signal, noise, flushed, clipped = (self.counts.double()[:, None] * powers).sum((0, 2)).tolist()
-        return signal, noise, flushed, clipped
+        powers = torch.stack([_bin_powers(spec, first + i) for i in range(len(self.counts))])  # (binades, 2, BINS)
+        signal, noise = (self.counts.double()[:, None] * powers).sum((0, 2)).tolist()
+        return signal, noise
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict without empty bins."""
@@ -262,11 +255,9 @@ def _sample_points() -> Tensor:
 
 @cache
 def _bin_powers(spec: Format, exponent: int) -> Tensor:
-    """Mean powers in each bin of a binade, shape (4, BINS): x², squared error, and its flushed and clipped parts."""
+    """Mean powers in each bin of a binade, shape (2, BINS): x² and squared error."""
     x = _sample_points() * math.ldexp(1.0, exponent)
-    rounded = cast(x, spec)
-    error = (rounded - x).square()
-    return torch.stack([v.mean(-1) for v in (x.square(), error, error * (rounded == 0), error * (x > spec.max))])
+    return torch.stack([v.square().mean(-1) for v in (x, cast(x, spec) - x)])
 
 
 def _supported(format: str | Format) -> Format:

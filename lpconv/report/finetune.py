@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
 
-from lpconv.report.charts import HEAT_WORDS, Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
+from lpconv.report.charts import Bar, Chart, Line, bar_chart, line_chart
 from lpconv.report.compare import compare_document
 from lpconv.report.document import Document, Table, Tile, Verdict, failed_gates, gates_section, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
-    ROLE_WORDS,
     count_text,
     duration_text,
     plural,
@@ -18,25 +17,17 @@ from lpconv.report.numbers import (
     share_text,
     size_text,
 )
-from lpconv.results import FinetuneResult, GapRecord, LossAllocation, MemoryPlan, RunRecord, Series, TrackedRecord
+from lpconv.results import FinetuneResult, GapRecord, LossAllocation, MemoryPlan, RunRecord, Series
 
 _WEIGHTS = {"": "", "_fp32": " of the weights in fp32", "_published": " of the published model"}
 _METRICS = {f"eval_{m}{end}": f"held-out {m}{of}" for m in ("loss", "accuracy") for end, of in _WEIGHTS.items()}
 _RECOVERED = {"held-out loss": "KL to the teacher", "held-out accuracy": "equal first choices"}
 _SHARES = tuple(metric for metric in _METRICS if "accuracy" in metric)
-# The three products of a linear layer, with the roles of their operands.
-_PRODUCTS = {
-    "output": ("input", "weight"),
-    "input gradient": ("grad_output", "weight"),
-    "weight gradient": ("grad_output", "input"),
-}
-_WORST = 5
 _CURVES = ("eval_loss", "eval_accuracy")
 _LEFT_OUT = (
     "Estimated peaks of the forward and backward pass. Temporary tensors of the optimizer and the device's own memory "
     "are not included. To publish the model, the first process gathers it in fp32 in CPU memory."
 )
-_MAX_COLUMNS = 24  # most columns of a heat map
 
 
 def title(result: FinetuneResult) -> str:
@@ -266,10 +257,6 @@ def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     twin = twin_run(result)
     of_twin = f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
     sentences = [f"time per step: {duration_text(run.step_time_s)}{of_twin}", *_time_spent(result)]
-    for watched in (r for r in result.runs if r.tracked):
-        steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
-        cost = share_text(watched.overhead, 1)
-        sentences.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the step time")
     skipped = f"{plural(run.num_skipped, 'step')} skipped because of non-finite gradients"
     sentences.append(skipped if run.num_skipped else "no step was skipped")
     first = run.first_nonfinite
@@ -310,47 +297,6 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
     return (f"of the command's {duration_text(result.seconds)}: {', '.join(parts)}",)
 
 
-def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
-    """The products with the lowest SQNR if operands were cast, else the tensors that lost most elements."""
-    products = sorted({p for run in result.runs for p in _products(run)})
-    if products:
-        worst: dict[str, str] = {}
-        for _, name, text in products:
-            worst.setdefault(name, text)
-        return tuple(worst.values())[:_WORST]
-    return _worst_tensors(result)
-
-
-def _products(run: RunRecord) -> Iterator[tuple[float, str, str]]:
-    """(SQNR in dB, name, text) of each product whose operands were recorded: errors of both operands add up."""
-    recorded = {(t.step, t.layer, t.role): t for t in run.tracked if t.format not in ("fp16", "bf16")}
-    for step, layer in sorted({key[:2] for key in recorded}):
-        for words, roles in _PRODUCTS.items():
-            operands = [t for role in roles if (t := recorded.get((step, layer, role))) and t.sqnr_db is not None]
-            if len(operands) == len(roles):
-                sqnr_db = -10 * math.log10(sum(10 ** (-(t.sqnr_db or 0.0) / 10) for t in operands))
-                clipped, flushed = (sum(x or 0.0 for x in part) for part in zip(
-                    *((t.clipped_energy, t.flushed_energy) for t in operands), strict=True))  # fmt: skip
-                name = f"{words} of {layer}"
-                lost = f"{share_text(clipped, 1)} clipped, {share_text(flushed, 1)} flushed to zero (step {step})"
-                yield sqnr_db, name, f"{name}: SQNR {sqnr_db:.1f} dB; of its operands' energy {lost}"
-
-
-def _worst_tensors(result: FinetuneResult) -> tuple[str, ...]:
-    worst: dict[tuple[str, str], tuple[float, str]] = {}
-    for t in (t for run in result.runs for t in run.tracked):
-        lost = t.underflow + t.overflow
-        if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
-            worst[t.layer, t.role] = lost, lost_text(t)
-    return tuple(text for _, text in sorted(worst.values(), reverse=True)[:_WORST])
-
-
-def lost_text(t: TrackedRecord) -> str:
-    """Losses of a tensor in a format: "weight of a: 0 % underflow, 50 % overflow in e4m3fn (step 1)"."""
-    shares = f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
-    return f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer}: {shares} in {t.format} (step {t.step})"
-
-
 def finetune_document(result: FinetuneResult) -> Document:
     """The training, the cost of low precision, and the layers where it arose."""
     return Document(
@@ -366,8 +312,6 @@ def finetune_document(result: FinetuneResult) -> Document:
             section("What precision cost", gap_table(result)),
             section("Before the first step and after the last", held_out_table(result), held_out_words(result)),
             section("During training", diagnostics(result)),
-            section("Where most was lost", worst_tracked(result)),
-            section("Elements lost, by layer and step", _heat_map(result), HEAT_WORDS, only="page"),
             section("Loss change by layer; negative helped", _layer_table(result)),
             section("Memory of a step at its peak", _memory_table(result)),
         ),
@@ -593,36 +537,6 @@ def _update_chart(run: RunRecord) -> Chart | None:
     ]
     words = "Effective descent quality: the fraction of the intended update that reached memory."
     return line_chart("Fraction of updates that reached memory", words, lines)
-
-
-def _heat_map(result: FinetuneResult) -> HeatMap | None:
-    """Elements lost in each layer at each recorded step, with a block of columns per class of tensor."""
-    tracked = [t for run in result.runs for t in run.tracked]
-    if not any(t.underflow + t.overflow > 0 for t in tracked):
-        return None
-    roles = [r for r in ROLE_WORDS if any(t.role == r for t in tracked)]
-    steps, most = sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1
-    if len(steps) > most:
-        steps = [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
-    worst = max(tracked, key=lambda t: t.underflow + t.overflow)
-    return HeatMap(
-        title="Elements lost by layer, class of tensor and step",
-        description=f"At worst {lost_text(worst)}.",
-        blocks=tuple(ROLE_WORDS[role] for role in roles),
-        columns=tuple(str(step) for step in steps),
-        losses=tuple(
-            Loss(
-                layer=t.layer,
-                block=ROLE_WORDS[t.role],
-                column=str(t.step),
-                underflow=t.underflow,
-                overflow=t.overflow,
-                title=f"{ROLE_WORDS[t.role]} of {t.layer} at step {t.step} in {t.format}",
-            )
-            for t in tracked
-            if t.step in steps
-        ),
-    )
 
 
 def _gap_chart(named: Sequence[tuple[str, FinetuneResult]], metric: str) -> Chart | None:

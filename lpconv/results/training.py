@@ -9,25 +9,6 @@ from lpconv.results.verify import GateRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackedRecord:
-    """Effect of a format on one tensor role of one layer at one step, as shares of its nonzero elements.
-
-    `sqnr_db` is an estimate; `flushed_energy` and `clipped_energy` are the shares of the tensor's energy lost in
-    elements that became zero or saturated. All three are None in older records, and `sqnr_db` if there is no error.
-    """
-
-    step: int
-    layer: str
-    role: TensorRole
-    format: str
-    underflow: float
-    overflow: float
-    sqnr_db: float | None = None
-    flushed_energy: float | None = None
-    clipped_energy: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class UpdateQuality:
     """Share of a step's intended update that reached the weights (effective descent quality of Collage).
 
@@ -163,11 +144,11 @@ class RunRecord:
     weights in fp32 have the suffix ``_fp32``, and those of the published model, opened in fp32, ``_published`` (missing
     in older records).
 
-    `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without recording, `overhead` the time of
-    recording divided by the other time. `seconds` is the wall time by activity since the last resumption. `notes` tell
-    the user how the model was opened. `update_kept` is the share of an adapter's update that trained codes have: 1 -
-    √(KL after / KL before), where KL is to the model with the adapter, on held-out text, and the root is taken because
-    KL grows with the square of a small change. `kept_by_layer` is the share of its change of the states after layers.
+    `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without measuring. `seconds` is the wall time
+    by activity since the last resumption. `notes` tell the user how the model was opened. `update_kept` is the share of
+    an adapter's update that trained codes have: 1 - √(KL after / KL before), where KL is to the model with the adapter,
+    on held-out text, and the root is taken because KL grows with the square of a small change. `kept_by_layer` is the
+    share of its change of the states after layers.
     """
 
     role: RunRole
@@ -178,8 +159,6 @@ class RunRecord:
     num_skipped: int = 0
     step_time_s: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    overhead: float = 0.0
-    tracked: tuple[TrackedRecord, ...] = ()
     updates: tuple[UpdateQuality, ...] = ()
     memory: PeakMemory | None = None
     first_nonfinite: NonfiniteRecord | None = None

@@ -20,7 +20,6 @@ from lpconv.results import (
     LossAllocation,
     PeakMemory,
     RunRecord,
-    TrackedRecord,
     UpdateQuality,
     from_json,
     to_json,
@@ -30,7 +29,6 @@ from lpconv.train.folder import Metrics, median_step_time, seal_checkpoint
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process, wait_for_all
 from lpconv.train.trainer import LowPrecisionTrainer
-from lpconv.train.watch import StepWatch
 
 _SAVE_S = 600.0  # most seconds that an interruption loses, if --save-every is not given
 PROBE_BATCHES = 2
@@ -44,7 +42,7 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     """
 
     def __init__(self, options: FinetuneOptions, trainer: LowPrecisionTrainer) -> None:
-        self.eval_every, self.save_every, self.trainer = options.every("eval"), options.save_every, trainer
+        self.eval_every, self.save_every, self.trainer = options.eval_interval, options.save_every, trainer
         self.saved_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -65,7 +63,7 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 class Recorder(TrainerCallback):  # type: ignore[misc]
     """Writes a row per step, and one for step 0 with the evaluation before training.
 
-    Also records and measures the steps that are due, and reports progress. `loss_change` makes the allocation of the
+    Also measures the steps that are due, and reports progress. `loss_change` makes the allocation of the
     loss change for an optimizer, if that is wanted; step times exclude it.
     """
 
@@ -73,12 +71,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: LowPrecisionTrainer,
         metrics: Metrics,
-        watch: StepWatch,
         loss_change: Callable[[Optimizer], LossChange] | None,
         progress: Progress,
     ) -> None:
         self.trainer, self.memory, self.metrics = trainer, trainer.memory, metrics
-        self.watch, self.loss_change, self.progress = watch, loss_change, progress
+        self.loss_change, self.progress = loss_change, progress
         self.lca: LossChange | None = None
         self.allotted: dict[str, Any] = {}
         self.started_s = self.learning_rate = self.lca_s = 0.0
@@ -94,7 +91,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.learning_rate = _learning_rate(self.trainer)  # at the end of a step it is that of the next one
         step = state.global_step + 1
         self.is_measured = self.memory is not None and self.memory.begin(step, self.trainer.own_optimizer)
-        self.watch.begin(step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.memory is not None:
@@ -121,8 +117,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         time_s = time.perf_counter() - self.started_s - self.lca_s
         trainer.clock.add("steps", time_s)
-        with trainer.clock.spending("records of values"):
-            tracked = self.watch.end()
         last = trainer.last
         row: dict[str, Any] = {
             "step": state.global_step,
@@ -133,8 +127,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             "skipped": bool(last["skipped"]),
             "time_s": time_s,
         }
-        if tracked:
-            row["tracked"] = tracked
         if self.is_measured:
             row["memory"] = to_json(self.memory.record) if self.memory is not None else None
         self.metrics.begin(row | _updates(trainer.own_optimizer) | self.allotted)
@@ -173,7 +165,7 @@ def _updates(optimizer: Any) -> dict[str, float]:
     return {"edq": record.edq_full, "edq_weights": record.edq_hi, "lost": record.lost_full}
 
 
-def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch, *, role: str, seed: int) -> RunRecord:
+def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, *, role: str, seed: int) -> RunRecord:
     """The record of a finished run, without its fp32 metrics."""
     evaluations = (metrics.series(name) for name in ("eval_loss", "eval_accuracy"))
     updates = tuple(from_json(UpdateQuality, r) for r in metrics.rows if "edq" in r)
@@ -187,8 +179,6 @@ def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch,
         num_skipped=trainer.num_skipped,
         step_time_s=median_step_time(metrics.rows),
         seconds=trainer.clock.seconds,
-        overhead=watch.overhead,
-        tracked=tuple(from_json(TrackedRecord, t) for r in metrics.rows for t in r.get("tracked", ())),
         updates=updates,
         memory=next((from_json(PeakMemory, r["memory"]) for r in reversed(metrics.rows) if r.get("memory")), None),
         first_nonfinite=trainer.first_nonfinite,

@@ -177,9 +177,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
-    """Median time of steps without recording or measuring, excluding the first step of a run (warm-up)."""
+    """Median time of steps without measuring, excluding the first step of a run (warm-up)."""
     steps = [row for row in rows if "time_s" in row]
-    times = [row["time_s"] for row in steps[1:] if not {"tracked", "memory"} & row.keys()]
+    times = [row["time_s"] for row in steps[1:] if "memory" not in row]
     return statistics.median(times) if times else None
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,19 +94,13 @@ class TrainingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """One run of a job: role, seed, arithmetic, folders, and what to record.
-
-    Values are assessed in the formats of the job's arithmetic, gradients at 2^log2_scale(step). `lca`: allocate the
-    loss change of its steps to layers.
-    """
+    """One run of a job: role, seed, arithmetic and folders. `lca`: allocate the loss change of its steps to layers."""
 
     role: str
     seed: int
     arithmetic: Arithmetic
     folder: Path
     metrics: Path
-    track_every: int
-    log2_scale: Callable[[int], int]
     lca: bool = False
 
     @property
@@ -310,11 +304,6 @@ def _check_sharded(options: FinetuneOptions) -> None:
         )
     if options.compile:
         raise UnsupportedError("--compile with --parallel fsdp2 has not been tested", hint="leave one of them out")
-    if options.track_every:
-        raise UnsupportedError(
-            "--track-every with --parallel fsdp2 is not possible: no process has whole tensors",
-            hint="leave --track-every out, or use --parallel ddp",
-        )
 
 
 def with_measured(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:

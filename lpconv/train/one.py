@@ -40,11 +40,10 @@ from lpconv.train.job import (
 from lpconv.train.lora import bytes_by_part, layers_without_adapter
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
+from lpconv.train.prepare import TrainingSetup, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.trainer import Clock, LowPrecisionTrainer
-from lpconv.train.watch import StepWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +65,14 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
         opened, prepared, needed = _prepare(job, work, arguments.device, clock, is_resumed=checkpoint is not None)
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
-        watch = _watch(job, work, prepared.model)
         loss_change = _loss_change(job, work, prepared.model) if work.lca else None
         trainer = _trainer(job, work, prepared, arguments, clock)
         trainer.add_callback(Timetable(job.options, trainer))
-        trainer.add_callback(Recorder(trainer, metrics, watch, loss_change, progress))
+        trainer.add_callback(Recorder(trainer, metrics, loss_change, progress))
         progress.start(work.words, job.options.steps, unit="steps", done=done)
         with _compiler_errors() if job.options.compile else nullcontext():
             _train(trainer, work, checkpoint, needed)
-    record = run_record(trainer, metrics, watch, role=work.role, seed=work.seed)
+    record = run_record(trainer, metrics, role=work.role, seed=work.seed)
     optimizer = trainer.own_optimizer
     with quiet_transformers(), clock.phase("evaluating in fp32"):
         if work.arithmetic.precision == "fp32" and not work.arithmetic.is_scaled:  # the run computed in fp32
@@ -122,12 +120,6 @@ def _prepare(
         # environment variable that affects later runs of the process.
         prepared.model.compile()
     return opened, prepared, needed
-
-
-def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
-    arithmetic = job.options.arithmetic
-    scale = operand_scale_of(arithmetic, job.options) if arithmetic.casts_operands else "static"
-    return StepWatch(model, work.track_every, arithmetic, work.log2_scale, operand_scale=scale)
 
 
 def _trainer(

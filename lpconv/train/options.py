@@ -58,7 +58,7 @@ _check = functools.partial(option, panel=_DIAGNOSTICS)
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Settings of one run and its twin. Intervals that are None are filled in by `every`."""
+    """Settings of one run and its twin. Properties fill in intervals that are None."""
 
     arithmetic: Annotated[Arithmetic, Group(ArithmeticOptions, arithmetic)]
     critical: tuple[str, ...] = how(
@@ -171,9 +171,6 @@ class FinetuneOptions:
         default="every quarter of the run, at least 10 steps; only after the last step for --recover",
     )
     eval_batches: int = _check(16, "Largest number of batches per evaluation", Ge(1))
-    track_every: int | None = _check(
-        None, "Record underflow every N steps; 0 for never", Ge(0), default="every tenth of the run, at least 5 steps"
-    )
     check_gradients: bool = _check(
         True, "Before training with scaled tensors, compare their gradients in fp32 with the plain model's"
     )
@@ -228,15 +225,16 @@ class FinetuneOptions:
         method, format = saved_as(self.arithmetic)
         return (method, format) if self.save == "converted" or method == "plain" else ("plain", "fp32")
 
-    def every(self, what: str) -> int:
-        """The interval of "eval" or "track" in steps; 0 is never. Sharded tensors and codes cannot be tracked."""
-        if what == "track" and (self.is_sharded or self.arithmetic.lora):
-            return 0
-        asked: int | None = getattr(self, f"{what}_every")
-        part, least = _INTERVALS[what]
-        if what == "eval" and self.arithmetic.on_codes:
-            part = 1
-        return max(least, self.steps // part) if asked is None else asked
+    @property
+    def eval_interval(self) -> int:
+        """The interval of evaluations in steps; 0 is never."""
+        part = 1 if self.arithmetic.on_codes else 4
+        return max(10, self.steps // part) if self.eval_every is None else self.eval_every
+
+    @property
+    def update_interval(self) -> int:
+        """The interval of records of updates in steps; 0 is never. Sharded tensors and codes have none."""
+        return 0 if self.is_sharded or self.arithmetic.lora else max(5, self.steps // 10)
 
 
 _NOTHING_TO_CALIBRATE = {
@@ -244,7 +242,6 @@ _NOTHING_TO_CALIBRATE = {
     "scalify": "its scales are set from data during training",
     "native": "its scales are fixed by theory",
 }
-_INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # (part of all steps, minimum number of steps)
 
 
 def check_options(options: FinetuneOptions) -> None:
@@ -284,7 +281,7 @@ def _check_parts(options: FinetuneOptions) -> None:
     defaults = {f.name: f.default for f in dataclasses.fields(FinetuneOptions)}
     # The model of a recovery is in evaluation mode, in which transformers checkpoints nothing.
     others = ("twin", "weight_decay", "gradient_checkpointing") if options.arithmetic.on_codes else ("save",)
-    given = {n for n in ("lca", "compile", "parallel", "track_every", *others) if getattr(options, n) != defaults[n]}
+    given = {n for n in ("lca", "compile", "parallel", *others) if getattr(options, n) != defaults[n]}
     wrong = next(iter(sorted(given - ({"twin"} if options.twin == "none" else set()))), None)
     if wrong is not None:
         name = "--" + wrong.replace("_", "-")

@@ -137,7 +137,7 @@ def prepare(
         return TrainingSetup(model=model, make_optimizer=make_on_codes, autocast=autocast)
     if arithmetic.variant is not None:
         compiled = os.environ.get("LPCONV_COMPILE") != "never"  # as for the kernels
-        settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track"),
+        settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.update_interval,
                      "compiled": compiled}  # fmt: skip
     if arithmetic.is_scaled:
         return _scaled(model, arithmetic, settings, options)

@@ -55,7 +55,6 @@ from lpconv.train.publish import in_place, publish_model
 from lpconv.train.recover import Recovery
 from lpconv.train.recoverable import Recoverable
 from lpconv.train.trainer import Clock
-from lpconv.train.watch import watches_run, watches_twin
 
 _CALIBRATED = 16  # batches on which the merged weights of an adapter are rounded
 
@@ -147,8 +146,7 @@ def _train_all(
     options = job.options
     records: list[RunRecord] = []
     for seed in range(options.seed, options.seed + options.seeds):
-        done: list[RunRecord] = []  # finished runs of this seed
-        for work in _runs_of_seed(job, output, seed, done):
+        for work in _runs_of_seed(job, output, seed):
             record = read_finished(work.folder)
             if record is None:
                 own = dataclasses.replace(job, checkpoint=twin) if twin and work.role == "twin" else job
@@ -168,8 +166,7 @@ def _train_all(
                     write_finished(work.folder, record)
                 del finished
                 wait_for_all()
-            done.append(record)
-        records += done
+            records.append(record)
     return tuple(records)
 
 
@@ -187,17 +184,10 @@ def _with_kept(job: TrainingJob, record: RunRecord, model: Any) -> RunRecord:
     )
 
 
-def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
-    """The run of a seed, and its twin. When the twin trains, `done` contains the run."""
+def _runs_of_seed(job: TrainingJob, output: Path, seed: int) -> Sequence[TrainingRun]:
+    """The run of a seed, and its twin."""
     options, is_first = job.options, seed == job.options.seed
-
-    def scale_at(step: int) -> int:
-        return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
-
-    arithmetic, twin = options.arithmetic, options.twin_arithmetic
-    # The run's own values include the loss scale already.
-    works = [("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
-    works += [("twin", twin, watches_twin(arithmetic), scale_at)] if twin is not None else []
+    works = {"run": options.arithmetic, "twin": options.twin_arithmetic}
     return [
         TrainingRun(
             role=role,
@@ -205,11 +195,10 @@ def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunR
             arithmetic=trained,
             folder=run_folder(output, role, seed),
             metrics=(output if role == "run" and is_first else run_folder(output, role, seed)) / "metrics.jsonl",
-            track_every=options.every("track") if is_tracked and is_first else 0,
-            log2_scale=log2_scale,
             lca=options.lca and role == "run" and is_first,
         )
-        for role, trained, is_tracked, log2_scale in works
+        for role, trained in works.items()
+        if trained is not None
     ]
 
 

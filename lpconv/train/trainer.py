@@ -32,9 +32,9 @@ from lpconv.storage.partfile import writing
 from lpconv.train.folder import last_checkpoint
 from lpconv.train.held_out import held_out_metrics, num_targets
 from lpconv.train.memory import StepMemory
+from lpconv.train.nonfinite import first_nonfinite
 from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
 from lpconv.train.processes import GradientAverage, needs_averaging
-from lpconv.train.watch import first_nonfinite
 
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
 _MODEL, _OPTIMIZER = "model", "optimizer"  # folders of a sharded checkpoint

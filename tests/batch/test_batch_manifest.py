@@ -331,7 +331,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "loss_scale": 1024, "loss_scale_floor": "0:1", "task": "clm", "data": "x/y", "eval_data": "x/z",
         "text_column": "t", "label_column": "l", "seq_len": 8, "steps": 3, "batch_size": 2, "lr": "1e-3",
         "lr_rule": "unit", "schedule": "cosine", "warmup": 0.5, "weight_decay": 0, "beta2": 0.9, "clip": 0, "seed": 1,
-        "seeds": 2, "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
+        "seeds": 2, "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "lca": True,
         "calibrate": True, "check_gradients": False, "critical": "*.down_proj", "operand_scale": "tensor",
         "save": "plain", "log_to": ["wandb"], "compile": True, "max_memory": "1GB", "revision": "v1",
         "gates": "loss<=9", "force": True, "allow_missing": True, "recover": True, "lora": 4, "source": "x/s",

@@ -92,7 +92,7 @@ def _foreign(layout: str) -> Callable[[Path], None]:
 
 
 _FP16 = {"method": "unit", "format": "fp16"}
-_TUNED = {"steps": 1, "seq_len": 16, "batch_size": 2, "eval_batches": 1, "track_every": 0, "twin": "none"}
+_TUNED = {"steps": 1, "seq_len": 16, "batch_size": 2, "eval_batches": 1, "twin": "none"}
 # What a command makes of the plain checkpoint: the kind of job, and its settings.
 _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "unit fp32": ("convert", {"method": "unit", "format": "fp32"}),

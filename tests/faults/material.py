@@ -18,7 +18,7 @@ from tests.helpers.foreign_files import MAKERS, make_foreign
 from tests.helpers.gguf_files import rewrite_as_gguf
 from tests.helpers.models import tiny, with_demo_tokenizer
 
-TUNE = ("--steps", "2", "--seq-len", "16", "--batch-size", "2", "--eval-batches", "1", "--track-every", "0",
+TUNE = ("--steps", "2", "--seq-len", "16", "--batch-size", "2", "--eval-batches", "1",
          "--twin", "none", "-q")  # fmt: skip
 PROBE = ("--steps", "1", "--seq-len", "16", "--batch-size", "2", "-q")
 BENCH = ("--format", "bf16", "--compile", "off", "--min-iters", "1", "--min-time", "0", "--rounds", "1",

@@ -36,7 +36,6 @@ from lpconv.results import (
     Recommendation,
     RunRecord,
     Series,
-    TrackedRecord,
     UpdateQuality,
     Verification,
     WeightsCheck,
@@ -76,16 +75,6 @@ def _run(role: str, seed: int) -> RunRecord:
         loss_scales=Series(name="loss_scale", steps=steps, values=tuple(2.0 ** (15 if s < 20 else 14) for s in steps)),
         num_skipped=1,
         step_time_s=0.123,
-        overhead=0.03,
-        tracked=tuple(
-            TrackedRecord(
-                step=step, layer=layer, role=kind, format="e4m3fn" if kind == "input" else "e5m2",
-                underflow=made_up(step, layer, kind) ** 8, overflow=0.3 * made_up(layer, kind, step) ** 16,
-            )
-            for step in (range(1, STEPS, 6) if role == "run" and seed == 0 else ())
-            for layer in LAYERS
-            for kind in ("input", "grad_output")
-        ),
         updates=tuple(UpdateQuality(step=s, edq=0.9, edq_weights=0.5, lost=0.1) for s in (1, 20, 40)),
         memory=PeakMemory(parts={"weights": 10**9, "other": 2 * 10**9}, measured_bytes=4 * 10**9, instrument="RSS"),
         first_nonfinite=NonfiniteRecord(step=20, layer=LAYERS[5], direction="backward", outcome="it was left out"),

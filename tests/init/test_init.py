@@ -15,7 +15,7 @@ from lpconv.init.architecture import resize_config
 from lpconv.scaled.native import initialise
 
 SMALL = ("--width", "64", "--layers", "1")
-SHORT = ("--steps", "2", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1", "--track-every", "0", "-q")
+SHORT = ("--steps", "2", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1", "-q")
 
 
 @pytest.fixture(autouse=True)

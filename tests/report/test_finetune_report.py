@@ -9,7 +9,6 @@ import pytest
 
 from lpconv.errors import InputError
 from lpconv.report.cards import finetune_card
-from lpconv.report.charts import HeatMap
 from lpconv.report.document import Code, Prose, Table, texts_of
 from lpconv.report.finetune import (
     compare_finetunes,
@@ -17,10 +16,8 @@ from lpconv.report.finetune import (
     gap_table,
     nothing_learned,
     verdict,
-    worst_tracked,
 )
 from lpconv.report.markdown import markdown
-from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import (
     FinetuneResult,
     GapRecord,
@@ -29,7 +26,6 @@ from lpconv.results import (
     NonfiniteRecord,
     RunRecord,
     Series,
-    TrackedRecord,
     UpdateQuality,
     from_json,
     to_json,
@@ -46,10 +42,6 @@ def run(role: str, losses: tuple[float, ...] = (2.0, 1.5, 1.25)) -> RunRecord:
         evaluations=(Series(name="eval_loss", steps=(1, 3), values=(2.0, 1.5)),),
         loss_scales=Series(name="loss_scale", steps=steps, values=(8.0, 8.0, 4.0)),
         num_skipped=1,
-        tracked=(
-            TrackedRecord(step=1, layer="a.<b>", role="grad_output", format="e5m2", underflow=0.25, overflow=0.0),
-            TrackedRecord(step=1, layer="a.c", role="weight", format="e4m3fn", underflow=0.0, overflow=0.5),
-        ),
         updates=(UpdateQuality(step=2, edq=0.75, edq_weights=0.5, lost=0.125),),
         first_nonfinite=NonfiniteRecord(step=2, layer="a.c", direction="backward", outcome="the step was skipped"),
     )
@@ -108,9 +100,6 @@ def test_curves_losses_and_layers_are_described() -> None:
     assert any("updates" in title for title in charts_of(document))
     assert document.tiles[0].figure == "+0.25 ± 0.10"
     assert ": a.c, backward, step 2" in str(section_of(document, "During training"))
-    (heat,) = blocks_of(document, HeatMap)
-    assert (heat.blocks, heat.columns) == (("weight", ROLE_WORDS["grad_output"]), ("1",))
-    assert re.search(r"weight \w+ a\.c: 0 % .* 50 % .* e4m3fn .* 1\)", heat.description)
 
 
 @pytest.mark.parametrize(("passed", "outcome"), [(True, "passed"), (False, "failed")])
@@ -172,27 +161,6 @@ def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -
     }  # fmt: skip
     assert "/home/me" not in markdown(card)
     assert finetune_card(result(card={"base_model": "some/model"})).title.startswith("some/model fine-tuned")
-
-
-def tracked(layer: str, role: str, sqnr_db: float | None, clipped: float) -> TrackedRecord:
-    return TrackedRecord(
-        step=1, layer=layer, role=role, format="e4m3fn", underflow=0.0, overflow=1e-6, sqnr_db=sqnr_db,
-        flushed_energy=0.0, clipped_energy=clipped,
-    )  # fmt: skip
-
-
-def test_products_come_worst_first_with_the_energy_that_was_clipped() -> None:
-    """Errors of two operands add up; an operand that was not recorded leaves its products out."""
-    records = (
-        tracked("a", "input", 31.0, 0.0), tracked("a", "weight", 31.0, 0.0),
-        tracked("b", "input", 0.4, 0.9), tracked("b", "weight", 31.0, 0.0), tracked("b", "grad_output", 25.0, 0.0),
-        tracked("c", "input", 10.0, 0.5),
-    )  # fmt: skip
-    found = worst_tracked(result(runs=(dataclasses.replace(run("run"), tracked=records), run("twin"))))
-    roles = [(ROLE_WORDS["weight_grad"], "b"), ("output", "b"), (ROLE_WORDS["grad_input"], "b"), ("output", "a")]
-    assert all(re.match(rf"{role} \w+ {layer}: ", line) for (role, layer), line in zip(roles, found, strict=True))
-    assert re.search(r": SQNR 0\.4 dB; .* 90 % .* 0 % .* 1\)", found[1])
-    assert "SQNR 28.0 dB" in found[3]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def options(how: dict[str, str], **changes: object) -> FinetuneOptions:
     """Few and small steps, in batches that 1, 2 and 3 ranks share alike."""
     settings: dict[str, object] = {
         "steps": STEPS, "batch_size": 6, "seq_len": 16, "eval_every": 0, "eval_batches": 1, "twin": "none",
-        "track_every": 0, "save_every": 2, "clip": 0.5,
+        "save_every": 2, "clip": 0.5,
     }  # fmt: skip
     return FinetuneOptions(arithmetic=arithmetic(**how), **settings | changes)  # type: ignore[arg-type]  # well typed
 

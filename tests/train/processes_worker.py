@@ -42,7 +42,7 @@ def options(case: str, *, is_alone: bool = False) -> FinetuneOptions:
     else:
         how = CASES[case][0]
     return FinetuneOptions(
-        arithmetic=arithmetic(**how), steps=2, seq_len=32, eval_every=0, twin="none", track_every=0, save_every=0,
+        arithmetic=arithmetic(**how), steps=2, seq_len=32, eval_every=0, twin="none", save_every=0,
         clip=0.5, save="plain", **{"eval_batches": 2, **settings},  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -14,11 +14,11 @@ from lpconv.models.tasks import TASKS
 from lpconv.scaled import saved_bytes
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import gather_whole, is_sharded, local
+from lpconv.train.nonfinite import first_nonfinite
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare, shard
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import arithmetic
-from lpconv.train.watch import first_nonfinite
 
 STEPS = 2
 

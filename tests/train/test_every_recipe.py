@@ -17,7 +17,7 @@ from lpconv.train.run import finetune
 def test_a_recipe_trains_and_what_it_publishes_opens(recipe: str, shallow: Path, tmp_path: Path) -> None:
     options = FinetuneOptions(
         arithmetic=arithmetic(recipe=recipe), steps=1, batch_size=1, seq_len=16, eval_batches=1, twin="none",
-        track_every=0, lr=1e-3, warmup=0.0, grad_accum=2, gradient_checkpointing=True,
+        lr=1e-3, warmup=0.0, grad_accum=2, gradient_checkpointing=True,
     )  # fmt: skip
     start = shallow
     if options.arithmetic.is_native:  # which a trained model is refused to

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("shallow")
 
 
 def _command(out: Path, *more: str) -> list[str]:
-    sizes = ["--steps", "2", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1", "--track-every", "0"]
+    sizes = ["--steps", "2", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
     return ["finetune", "demo", "--recipe", "unit-fp8", *sizes, "--save-every", "1", "-o", str(out), "-q", *more]
 
 

@@ -45,7 +45,7 @@ def sources(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def _options(recipe: str, **more: Any) -> FinetuneOptions:
     small: dict[str, Any] = {
-        "steps": 2, "batch_size": 2, "seq_len": 16, "eval_batches": 1, "twin": "none", "track_every": 0,
+        "steps": 2, "batch_size": 2, "seq_len": 16, "eval_batches": 1, "twin": "none",
     }  # fmt: skip
     return FinetuneOptions(arithmetic=arithmetic(recipe=recipe), **(small | more))
 

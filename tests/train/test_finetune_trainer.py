@@ -9,18 +9,16 @@ import torch
 from torch import nn
 
 from lpconv.errors import ResourceError
-from lpconv.kernels.histogram import exponent_histogram
-from lpconv.probe.record import ProbedTensor
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import AdamW
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import check_room, explain_oom
+from lpconv.train.nonfinite import first_nonfinite
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gap_records
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
 from lpconv.train.trainer import seed_step
-from lpconv.train.watch import StepWatch, first_nonfinite
 
 
 class Log(nn.Module):
@@ -61,23 +59,6 @@ def test_steps_have_seeds_of_their_own() -> None:
         seed_step(seed, step, rank)
         drawn.add(float(torch.rand(())))
     assert len(drawn) == 4
-
-
-def test_rates_are_those_of_the_formats_a_recipe_casts_to() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # the last is the head, which is exact
-    x = exponent_histogram(torch.tensor([2.0**-20, 1.0, 1e6])).to_dict()
-    seen = [ProbedTensor(layer=n, role=r, histogram=x) for n in "01" for r in ("input", "grad_output", "output")]
-    rates = StepWatch(model, 0, arithmetic(recipe="unit-fp8"), lambda step: 0).rate(1, seen)
-    assert [(r["layer"], r["role"], r["format"]) for r in rates] == [
-        ("0", "input", "e4m3fn"),
-        ("0", "grad_output", "e5m2"),
-    ]
-    assert all(r["underflow"] == r["overflow"] == pytest.approx(1 / 3) for r in rates)
-    half = StepWatch(model, 0, arithmetic(recipe="amp-fp16"), lambda step: 10).rate(1, seen)
-    by_role = {r["role"]: r for r in half if r["layer"] == "1"}
-    assert by_role["grad_output"]["overflow"] == pytest.approx(1 / 3)
-    assert by_role["output"]["overflow"] == pytest.approx(1 / 3)
-    assert by_role["grad_output"]["underflow"] == 0
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, "stochastic"), (torch.float32, "nearest")])

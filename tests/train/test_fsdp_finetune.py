@@ -68,5 +68,3 @@ def test_what_cannot_be_sharded_is_refused_before_the_work(tmp_path: Path, monke
     monkeypatch.setattr("lpconv.train.job.num_processes", lambda: 2)
     with pytest.raises(UnsupportedError, match="--compile with --parallel fsdp2"):
         finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2", compile=True))
-    with pytest.raises(UnsupportedError, match="--track-every with --parallel fsdp2"):
-        finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2", track_every=2))

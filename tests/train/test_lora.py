@@ -260,7 +260,6 @@ def test_the_source_of_the_twin_must_fit(outputs: dict[str, Path], tmp_path: Pat
         {"compile": True},
         {"parallel": "fsdp2"},
         {"save": "plain"},
-        {"track_every": 1},
         {"task": "seq2seq"},
     ],
 )

@@ -83,7 +83,7 @@ def rows(folder: Path) -> Path:
 
 
 def run(model: Path, recipe: str, output: Path, **more: Any) -> FinetuneResult:
-    small: dict[str, Any] = {"steps": 3, "batch_size": 4, "seq_len": 24, "eval_batches": 2, "track_every": 0}
+    small: dict[str, Any] = {"steps": 3, "batch_size": 4, "seq_len": 24, "eval_batches": 2}
     return finetune(str(model), output, FinetuneOptions(arithmetic=arithmetic(recipe=recipe), **(small | more)))
 
 
