@@ -233,8 +233,8 @@ class FinetuneOptions:
 
     @property
     def update_interval(self) -> int:
-        """The interval of records of updates in steps; 0 is never. Sharded tensors and codes have none."""
-        return 0 if self.is_sharded or self.arithmetic.lora else max(5, self.steps // 10)
+        """The interval of records of updates in steps, at most all; 0 is never. Sharded tensors and codes have none."""
+        return 0 if self.is_sharded or self.arithmetic.lora else min(self.steps, max(5, self.steps // 10))
 
 
 _NOTHING_TO_CALIBRATE = {
