@@ -21,10 +21,11 @@ CURVES: dict[str, tuple[str, tuple[str, ...]]] = {
     "entropy-coded, nearest": ("nearest", _CODED),
     "entropy-coded, gptq, one step": ("gptq, one step", _CODED),
     "entropy-coded, gptq": ("gptq", _CODED),
+    "entropy-coded, gptaq": ("gptaq", _CODED),
     "integers in groups of 32, nearest": ("nearest", tuple(f"int{n} g32" for n in (2, 3, 4, 5, 6))),
     "integers in groups of 32, gptaq and search": ("gptaq, search", tuple(f"int{n} g32" for n in (2, 3, 4, 5, 6))),
-    "int4 in groups of 32, gptq and search": ("gptq, search", ("int4 g32",)),
     "NVFP4, gptq and search": ("gptq, search", ("NVFP4",)),
+    "NVFP4, gptaq and search": ("gptaq, search", ("NVFP4",)),
     "llm-compressor GPTQ, imatrix": ("llm-compressor GPTQ, imatrix", tuple(f"int{n} g32" for n in (2, 3, 4, 5, 6))),
     "AutoRound, int4 in groups of 32": ("AutoRound, 200 steps", ("int4 g32",)),
 }
