@@ -35,6 +35,7 @@ def report(
     """
     from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, find_run, name_of, one_kind, show_folder
     from lpconv.report.compare import run_names
+    from lpconv.storage.contents import PACKED
     from lpconv.storage.remote import check_url, is_url
 
     is_here = not any(map(is_url, runs))
@@ -51,7 +52,7 @@ def report(
     results = [ask_probe(path, what_if) if what_if else kind.read(path) for path in paths]
     if len(results) == 1:
         shown = results[0]
-        if kind.name == CONVERSIONS and is_here and Path(runs[0]).is_dir():
+        if kind.name == CONVERSIONS and is_here and Path(runs[0]).is_dir() and not Path(runs[0], PACKED).exists():
             shown = replace(shown, output=str(Path(runs[0])))  # the folder may have been moved, or be OUT.failed
         if html is not None:
             write_page(html, kind.document(shown))

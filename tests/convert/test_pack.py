@@ -91,6 +91,14 @@ def test_bytes_are_equal_with_any_number_of_threads(
     assert files_of(tmp_path / "again") == files_of(packed)
 
 
+def test_a_report_names_the_folder_that_others_open(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "fp8", ConvertOptions(scheme="FP8_DYNAMIC", verify="none"))
+    pack(str(tmp_path / "fp8"), tmp_path / "packed", OPTIONS)
+    shown = run_cli("report", str(tmp_path / "packed")).stdout.replace("\n", "")
+    assert str(tmp_path / "fp8") in shown
+    assert str(tmp_path / "packed") not in shown
+
+
 def test_a_dry_run_estimates_the_size(packed: Path, tmp_path: Path) -> None:
     estimate = pack("demo", tmp_path / "none", OPTIONS, dry_run=True).bytes.written
     assert estimate == pytest.approx((packed / "model.safetensors").stat().st_size, rel=0.1)
