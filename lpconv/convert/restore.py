@@ -30,8 +30,8 @@ def restore(
     neither, or whose files do not match SHA256SUMS; UnsupportedError for plain checkpoints and unknown layouts.
     """
     directory, output, progress = Path(directory), Path(output), progress or Silent()
+    check_apart(directory, output)
     if dtype is None and is_packed(directory):
-        check_apart(directory, output)
         return unpack(directory, output, force=force, progress=progress)
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
@@ -42,7 +42,6 @@ def restore(
         raise UsageError(f"--dtype {dtype} does not apply to this checkpoint", hint=hint)
     if not is_foreign:
         check_is_output(directory)
-    check_apart(directory, output)
     check_free(output, force=force)
     # The imports below load torch (seconds).
     from lpconv.convert.decode import decode_checkpoint, restore_ours

@@ -250,11 +250,11 @@ def check_apart(source: Path | str, output: Path | str) -> None:
     for folder in (output,) if is_remote else working_folders(Path(output)):
         outer = PurePath(place(str(folder)))
         if inner == outer:
-            raise OutputExistsError("source and output are the same directory", hint="choose another --output")
+            raise OutputExistsError(f"`{source}` and the output are the same directory", hint="choose another --output")
         if inner.is_relative_to(outer):
-            raise OutputExistsError(f"the source lies inside `{folder}`", hint="choose another --output")
+            raise OutputExistsError(f"`{source}` lies inside `{folder}`", hint="choose another --output")
         if outer.is_relative_to(inner):
-            raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside the checkpoint")
+            raise UsageError(f"`{folder}` lies inside `{source}`", hint="choose an --output outside of it")
 
 
 def check_no_foreign(place: Path | str, names: Iterable[str], own: set[str], sums: bytes) -> None:
