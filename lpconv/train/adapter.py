@@ -45,13 +45,12 @@ class Adapter:
         if not (folder / WEIGHTS).is_file():
             raise InputError(f"`{folder}` has no {WEIGHTS}", hint="save the adapter with PEFT's save_pretrained")
         unknown = sorted(n for n, x in config.items() if n not in _KNOWN and x and (n, x) != ("bias", "none"))
-        if config.get("init_lora_weights") not in _STARTS:
-            unknown.append("init_lora_weights")
+        unknown += ["init_lora_weights"] * (config.get("init_lora_weights") not in _STARTS)
         alphas = {"lora_alpha": config.get("lora_alpha", 8), **(config.get("alpha_pattern") or {})}
         if wrong := [n for n, x in alphas.items() if not isinstance(x, (int, float))]:
             raise InputError(f"`{folder / ADAPTER}` has no number as `{wrong[0]}`", hint="save the adapter again")
-        if config.get("peft_type") != "LORA" or unknown:
-            what = f"sets {code_list(unknown)}" if unknown else f"is of type {config.get('peft_type')}"
+        if (kind := config.get("peft_type")) != "LORA" or unknown:
+            what = f"sets {code_list(unknown)}" if kind == "LORA" else f"is of type {kind}"
             raise UnsupportedError(f"the adapter `{folder.name}` {what}, but only plain LoRA is merged", hint=_HINT)
         stored = {n.removeprefix(PREFIX): i.shape for n, i in read_header(folder / WEIGHTS).tensors.items()}
         modules = [n.removesuffix(A) for n in stored if n.endswith(A)]

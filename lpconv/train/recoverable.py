@@ -75,11 +75,9 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         raise UnsupportedError(
             f"`{name}` stores input scales, which training would make wrong", hint="convert without input scales"
         )
-    names, adapter, found = tuple(r.name for r in narrow), None, output
-    if source is not None and merges:
-        adapter = Adapter.open(Path(source), stored_shapes(output), names)
-    else:
-        found = _open_source(output, source, recorded)
+    names = tuple(r.name for r in narrow)
+    adapter = Adapter.open(Path(source), stored_shapes(output), names) if source and merges else None
+    found = _open_source(output, source, recorded) if adapter is None else output
     options = replace(
         options, rounding=NEAREST, calibrate=None, calibration_tokens=None, calibration_seed=None, input_scales=False,
         verify="weights", allow_missing=True, force=True,  # the output is published already

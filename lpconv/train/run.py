@@ -15,7 +15,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
 from lpconv.storage.checkpoint import Checkpoint, Openable, name_of
 from lpconv.storage.contents import check_config, read_json
-from lpconv.storage.staging import check_apart
+from lpconv.storage.staging import check_apart, read_marker
 from lpconv.train.data import check_data
 from lpconv.train.folder import asked_for, check_folder
 from lpconv.train.options import OWN_PACKAGE, FinetuneOptions, check_options, check_start, not_planned, task_in
@@ -57,6 +57,9 @@ def finetune(
     for used in filter(None, (checkpoint, start.source if start else None, twin)):
         used.check_apart(output)
     if start is not None and start.adapter is not None:
+        base, record = str(start.adapter.config.get("base_model_name_or_path")), read_marker(checkpoint.directory)
+        if Path(base).name not in {Path(str(n)).name for n in (name_of(model), record["source"].get("name"), None)}:
+            progress.message(f"the adapter's base model `{base}` is neither `{checkpoint.origin.name}` nor its source")
         check_apart(start.adapter.folder, output)
     check_seq_len(options.seq_len, num_positions(checkpoint.config))
     check_data(options, checkpoint)

@@ -309,6 +309,34 @@ def test_adapters_that_cannot_be_merged_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_another_kind_is_named_and_not_its_settings(outputs: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(adapter, tmp_path / "lora"))
+    _edit(peft_type="IA3", feedforward_modules=["up_proj"])(folder)
+    with pytest.raises(UnsupportedError, match="IA3"):
+        _merge(outputs["int4"], folder, tmp_path / "out")
+
+
+def test_an_adapter_with_another_base_is_merged_and_named(
+    outputs: dict[str, Path], adapter: Path, tmp_path: Path
+) -> None:
+    messages = list[str]()
+
+    class Log(Silent):
+        def message(self, text: str) -> None:
+            messages.append(text)
+
+    folder = Path(shutil.copytree(adapter, tmp_path / "lora"))
+    for base, num in (("org/other-7b", 1), ("org/demo/", 0), (str(outputs["int4"]), 0)):
+        _edit(base_model_name_or_path=base)(folder)
+        how = arithmetic(recover=True, precision="fp32")
+        options = FinetuneOptions(arithmetic=how, source=str(folder), steps=1, batch_size=2, seq_len=16, eval_batches=2)
+        messages.clear()
+        with pytest.raises(LpconvError) as refused:  # before the work, which the place inside the adapter prevents
+            finetune(str(outputs["int4"]), folder / "out", options, progress=Log())
+        assert str(folder) in str(refused.value)
+        assert sum(base in m for m in messages) == num
+
+
 @pytest.mark.parametrize("place", ["", "merged"])
 def test_the_output_is_never_the_adapter_or_in_it(
     place: str, outputs: dict[str, Path], adapter: Path, tmp_path: Path
