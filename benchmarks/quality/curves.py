@@ -28,6 +28,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...]]] = {
     "NVFP4, gptaq and search": ("gptaq, search", ("NVFP4",)),
     "llm-compressor GPTQ, imatrix": ("llm-compressor GPTQ, imatrix", tuple(f"int{n} g32" for n in (2, 3, 4, 5, 6))),
     "AutoRound, int4 in groups of 32": ("AutoRound, 200 steps", ("int4 g32",)),
+    "GGUF Q4_0 and Q8_0, nearest": ("nearest", ("GGUF Q4_0", "GGUF Q8_0")),
 }
 
 
@@ -51,7 +52,7 @@ def bits_of(layout: str) -> float:
     """Stored bits per weight, with scales: bf16 ones for groups, fp8 ones for blocks of 16."""
     if layout.endswith("bits"):
         return float(layout.split()[0])
-    return 4.5 if layout == "NVFP4" else int(layout[3]) + 0.5
+    return 4.5 if layout == "NVFP4" else int(layout.removeprefix("GGUF Q").removeprefix("int")[0]) + 0.5
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a pack
     "MXFP4": ("--scheme MXFP4A16", "mxfp4", 32),
     "int4 g128": (f"{_INT4}:128", "int4", 128),
     "FP8 rows": ("--scheme FP8_DYNAMIC", "fp8", None),
+    **{f"GGUF {kind}": (f"--scheme GGUF_{kind}", "", None) for kind in ("Q4_0", "Q8_0")},
     **{f"{n:g} bits": (f"--bits {n:g}", "", None) for n in (2.5, 3, 3.5, 4, 4.5, 6)},
 }
 VARIANTS = {  # run only if named by --rounding
@@ -189,8 +190,8 @@ def measured(command: Sequence[str | Path], log: Path, *, threads: int = 1) -> d
 
 
 def stored_bytes(output: Path) -> int:
-    """Bytes of all tensors except the shapes that compressed-tensors stores."""
-    total = 0
+    """Bytes of all tensors except the shapes that compressed-tensors stores; of GGUF the file's."""
+    total = sum(file.stat().st_size for file in output.glob("*.gguf"))
     for file in output.rglob("*.safetensors"):
         header = json.loads((raw := file.read_bytes())[8 : 8 + int.from_bytes(raw[:8], "little")])
         spans = [t["data_offsets"] for n, t in header.items() if n != "__metadata__" and not n.endswith("weight_shape")]
@@ -227,6 +228,8 @@ def wanted_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             peer, _ = THEIRS.get(rounding, ("", ""))
             if (peer == "gptqmodel" and "int4" not in layout) or (peer == "auto-round" and "FP8" in layout):
                 continue  # the package has no calibrated rounding for this layout
+            if peer and not LAYOUTS[layout][1]:
+                continue  # only lpconv writes it
             if layout.endswith("bits") and rounding not in ("nearest", "gptq", "gptaq", *ONE_STEP):
                 continue  # steps fill the budget
             seeds = (

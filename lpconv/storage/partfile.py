@@ -139,7 +139,7 @@ def write_error(e: OSError, path: Path) -> LpconvError:
         )
     hint = "check the folder and its permissions"
     if e.errno == errno.EFBIG:
-        hint = "raise the limit of the size of files (`ulimit -f`, or that of the disk), or set --max-shard-size"
+        hint = "raise the limit of the size of files (`ulimit -f`), or set --max-shard-size where it exists"
     return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint=hint)
 
 
