@@ -63,8 +63,8 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 class Recorder(TrainerCallback):  # type: ignore[misc]
     """Writes a row per step, and one for step 0 with the evaluation before training.
 
-    Also measures the steps that are due, and reports progress. `loss_change` makes the allocation of the
-    loss change for an optimizer, if that is wanted; step times exclude it.
+    Also measures the steps that are due, and reports progress. `loss_change` makes the allocation of the loss change
+    for an optimizer, if that is wanted; step times exclude it.
     """
 
     def __init__(

@@ -190,7 +190,7 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
     scaled(
         model, method=arithmetic.method, compute=arithmetic.precision, rescale=places,
-        critical=options.critical_patterns, operand_scale=operand_scale_of(arithmetic, options),
+        critical=options.critical_patterns, operand_scale=_operand_scale_of(arithmetic, options),
         carrier=torch.float32 if keeps_fp32 else None,
     )  # fmt: skip
     if arithmetic.variant is not None:
@@ -218,7 +218,7 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
     return TrainingSetup(model=model, make_optimizer=make)
 
 
-def operand_scale_of(arithmetic: Arithmetic, options: FinetuneOptions) -> str:
+def _operand_scale_of(arithmetic: Arithmetic, options: FinetuneOptions) -> str:
     """The operand scale of the arithmetic. Calibrated scales imply static casts, unless another kind is named."""
     is_usual = arithmetic.operand_scale == Arithmetic.operand_scale
     return "static" if options.calibrate and is_usual else arithmetic.operand_scale
